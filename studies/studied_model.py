@@ -69,7 +69,7 @@ class StudiedModel:
 
     def seeds_of(self, method: str, seeds: int) -> range:
         """The seeds that may give different masks."""
-        return range(seeds if METHODS[method].seeded else 1)
+        return range(seeds if "seed" in METHODS[method].settings else 1)
 
     def held_out_score(self, mask: HeadMask) -> tuple[float, float]:
         """Score and log-likelihood on the questions that no search has seen."""

@@ -18,7 +18,7 @@ from bosch.objective.calibration import CalibrationSet
 from bosch.objective.evaluation_log import EvaluationContext, EvaluationLog
 from bosch.objective.objective import Objective, remedy
 from bosch.search.bosch import SearchResult
-from bosch.search.evaluator import SHARES, Evaluator, Scorer, SlotBudgets
+from bosch.search.evaluator import SHARES, Evaluator, Scorer
 from bosch.search.loss import Anchors
 from bosch.search.methods import METHODS, Method
 from bosch.search.settings import SearchSettings
@@ -53,20 +53,17 @@ def run_method(
     settings: SearchSettings,
     *,
     log: EvaluationLog | None = None,
-    slot_budgets: SlotBudgets | None = None,
 ) -> MethodRun:
     """Run a method of `METHODS`; the mask has exactly ceil(rho N) sliding units.
 
-    Masks in `log` are not evaluated again. With `slot_budgets`, methods that choose among several
-    windows meet the chosen budget instead of the ratio. Raises UserError when the name is unknown,
-    when a static ranking gets a scorer without a model, when the budget is too small for one
-    gradient of a search with gradients, or when all masks score the same.
+    Masks in `log` are not evaluated again. Raises UserError when the name is unknown, when a static
+    ranking gets a scorer without a model, when the budget is too small for one gradient of a search
+    with gradients, or when all masks score the same.
     """
     if log is None:
         context = getattr(scorer, "context", EvaluationContext("", "", 1, 0))
         log = EvaluationLog(None, context)
     evaluator = Evaluator(scorer, log)
-    evaluator.slot_budgets = slot_budgets
     started = time.perf_counter()
     result = find_mask(name, evaluator, settings)
     costs = evaluator.costs()

@@ -87,8 +87,6 @@ class SearchConfig(Section):
     """Ratios a layer can get."""
     max_group_variables: Count = SearchSettings.max_group_variables
     """Largest joint sub-problem in Algorithm 3."""
-    seed: int | None = Field(None, ge=0, lt=2**31)
-    """Seed of the search; default: the recipe's seed. bosch_plus and front do not depend on it."""
     strict: Flag = SearchSettings.strict
     """Whether bosch and its ablations follow the paper to the letter: ties are broken by index, and
     the last phase's mask is the result. By default log-likelihoods break ties and the best mask on
@@ -124,12 +122,12 @@ class SearchConfig(Section):
         return self
 
     def settings(self, seed: int, ratio: float | None = None) -> SearchSettings:
-        """The library's settings; `seed` and `ratio` are used where the section has none."""
-        values = {field.name: getattr(self, field.name) for field in fields(SearchSettings)}
+        """The library's settings with the recipe's seed; `ratio` replaces the section's."""
+        names = {field.name for field in fields(SearchSettings)} - {"seed"}
+        values = {name: getattr(self, name) for name in names}
         values["buckets"] = tuple(self.buckets)
-        values["seed"] = seed if self.seed is None else self.seed
         values["swa_ratio"] = self.swa_ratio if ratio is None else ratio
-        return SearchSettings(**values)
+        return SearchSettings(**values, seed=seed)
 
     @property
     def menu(self) -> tuple[Window, ...]:

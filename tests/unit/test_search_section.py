@@ -10,6 +10,7 @@ import pytest
 from bosch.errors import UserError
 from bosch.heads import HeadMask, HeadMaskFile
 from bosch.model.families import DecoderLayers
+from bosch.search.settings import SearchSettings
 from bosch.window import Window
 from pipeline.recipe.load import load_recipe
 from stages.search.budget import Budget, RequestCache, sliding_ratio
@@ -151,11 +152,10 @@ def test_the_fewest_sliding_heads_that_fit_a_budget() -> None:
         sliding_ratio(cache, Window(11), 1)
 
 
-def test_settings_take_the_sections_values_before_the_recipes() -> None:
-    section = SearchConfig(swa_ratio=0.5)
-    assert section.settings(3).seed == 3 and section.settings(3).swa_ratio == 0.5
-    own = SearchConfig(swa_ratio=0.5, seed=0, buckets=[0, 1]).settings(3, 0.25)
-    assert (own.seed, own.swa_ratio, own.buckets) == (0, 0.25, (0, 1))
+def test_a_given_ratio_replaces_the_sections() -> None:
+    section = SearchConfig(swa_ratio=0.5, buckets=[0, 1])
+    assert (section.settings(3).seed, section.settings(3).swa_ratio) == (3, 0.5)
+    assert section.settings(3, 0.25) == SearchSettings(0.25, buckets=(0, 1), seed=3)
 
 
 def test_a_given_mask_has_its_own_ratio(tmp_path: Path) -> None:

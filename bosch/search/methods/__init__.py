@@ -59,11 +59,6 @@ class Method:
         """Whether it reads a model's attention, on whole examples in one process."""
         return self.kind == "ranking"
 
-    @property
-    def seeded(self) -> bool:
-        """Whether another seed may give another mask."""
-        return "seed" in self.settings
-
     def most_evaluations(self, settings: SearchSettings, num_layers: int, num_heads: int) -> int:
         """Upper bound of evaluations for L layers of KV heads, anchors and final mask included."""
         return self.bound(settings, num_layers, num_heads // settings.head_granularity)
