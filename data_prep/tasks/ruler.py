@@ -14,7 +14,7 @@ import string
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ from data_prep.tasks.needles import (
 from data_prep.tasks.questions import read_questions
 from data_prep.tasks.tables import DATA_FILES, RULER_NEEDLES, TaskSpec
 from data_prep.tasks.words import WordLists, ruler_words, split_as_ruler
-from data_prep.text import TokenCounter, essay_identity
+from data_prep.text import TokenCounter
 
 _CHAIN_HOPS = 4
 _COMMON_WORDS = 10
@@ -53,10 +53,6 @@ class Corpus:
     essay: Sequence[str]
     data_dir: Path | None = None
     words: WordLists = field(default_factory=ruler_words)
-
-    @cached_property
-    def essay_sha256(self) -> str:
-        return str(essay_identity(None, self.essay)["sha256"])
 
 
 class Sample(NamedTuple):

@@ -23,19 +23,13 @@ from bosch.errors import RunError, UserError
 from bosch.files import canonical_json, exists, file_digest, make_folder
 from bosch.journal import Journal
 from data_prep.tasks.needles import Needle
-from data_prep.tasks.ruler import SHORTEST_LENGTH, Corpus, Sample, ruler_task
+from data_prep.tasks.ruler import Corpus, Sample, ruler_task
 from data_prep.tasks.tables import DATA_FILES
 from data_prep.tasks.words import sentences_identity, words_identity
-from data_prep.text import TokenCounter
+from data_prep.text import TokenCounter, essay_identity
 
 logger = logging.getLogger(__name__)
 
-# Raise when samples change: the version of all tasks, and increments for single tasks, for the
-# built-in words, and below RULER's lengths.
-_GENERATOR = 2
-_TASK_INCREMENTS = {"cwe": 1}
-_BUILT_IN_WORDS_INCREMENTS = {"niah_multikey_1": 1, "niah_multikey_2": 1, "niah_multiquery": 1}
-_SHORT_INCREMENTS = {"fwe": 1}
 # Characters of a prompt's end that are stored with its answer.
 TAIL_CHARACTERS = 300
 # Fields of samples.jsonl: of the first line, and of a sample's.
@@ -66,7 +60,7 @@ class StoredSample:
 
 @dataclass(frozen=True)
 class SampleFolder:
-    """The samples of a task at a length, in a folder that runs share."""
+    """The samples of a task at a length, in a folder of their own."""
 
     root: Path
     task: str
@@ -81,13 +75,7 @@ class SampleFolder:
         """All that the samples depend on."""
         name, folder = DATA_FILES.get(self.task), self.corpus.data_dir
         file = folder / name if name is not None and folder is not None else None
-        generator = _GENERATOR + _TASK_INCREMENTS.get(self.task, 0)
-        if not self.corpus.words.is_upstream:
-            generator += _BUILT_IN_WORDS_INCREMENTS.get(self.task, 0)
-        if self.length < SHORTEST_LENGTH:
-            generator += _SHORT_INCREMENTS.get(self.task, 0)
         return {
-            "generator": generator,
             "task": self.task,
             "length": self.length,
             "new_tokens": self.new_tokens,
@@ -95,7 +83,7 @@ class SampleFolder:
             "tokenizer": tokenizer_digest(self.tokenizer),
             "words": words_identity(),
             "sentences": sentences_identity(),
-            "essay": self.corpus.essay_sha256,
+            "essay": essay_identity(None, self.corpus.essay)["sha256"],
             "data": file_digest(file) if file is not None and file.is_file() else None,
         }
 
