@@ -27,15 +27,8 @@ def swa_budget(n_units: int, ratio: float) -> int:
     return min(n_units, share_of(n_units, ratio))
 
 
-def admits_granularity(layers: int, heads: int, ratio: float, granularity: int) -> bool:
-    """Whether `granularity` divides the heads of a layer and the budget."""
-    return not heads % granularity and not swa_budget(layers * heads, ratio) % granularity
-
-
 def check_granularity(num_layers: int, num_heads: int, swa_ratio: float, granularity: int) -> None:
-    """Raise UserError where `admits_granularity` is false."""
-    if admits_granularity(num_layers, num_heads, swa_ratio, granularity):
-        return
+    """Raise UserError unless `granularity` divides the heads of a layer and the budget."""
     if num_heads % granularity:
         raise UserError(
             f"search.head_granularity: {num_heads} KV heads per layer are no multiple of "
@@ -43,6 +36,8 @@ def check_granularity(num_layers: int, num_heads: int, swa_ratio: float, granula
         )
     heads = num_layers * num_heads
     budget = swa_budget(heads, swa_ratio)
+    if budget % granularity == 0:
+        return
     below = budget // granularity * granularity
     nearest_ratios = [_ratio(n, heads) for n in (below, below + granularity) if n]
     raise UserError(

@@ -72,14 +72,6 @@ def limit_collectives(minutes: float) -> None:
 
 
 @contextmanager
-def collectives_within(minutes: float, *, afterwards: float) -> Iterator[None]:
-    """Use another limit for collectives inside the block, while one process works."""
-    limit_collectives(minutes)
-    yield
-    limit_collectives(afterwards)
-
-
-@contextmanager
 def partners_alive(*, every: bool = False) -> Iterator[None]:
     """Raise LostRankError if a connection to another rank breaks inside the block.
 

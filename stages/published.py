@@ -83,8 +83,7 @@ class Manifest(Summary):
     """manifest.json, which the runner writes beside every stage's output.
 
     `gpus` is the number of GPUs in the last attempt, `gpu_seconds` the sum over all attempts of
-    seconds times GPUs; both are None if an older version did not record them. `summary` is the
-    return value of the stage's function.
+    seconds times GPUs. `summary` is the return value of the stage's function.
     """
 
     FILE = "manifest.json"
@@ -95,8 +94,8 @@ class Manifest(Summary):
     git_commit: str | None = None
     python: str | None = None
     processes: int | None = None
-    gpus: int | None = None
-    gpu_seconds: float | None = None
+    gpus: int = 0
+    gpu_seconds: float = 0.0
     packages: dict[str, str] = Field(default={})
     files: list[dict[str, Any]] = Field(default=[])
     summary: dict[str, Any] = Field(default={})
@@ -112,9 +111,6 @@ class Manifest(Summary):
         return {str(file["path"]): str(file["sha256"]) for file in self.files}
 
     @property
-    def gpu_hours(self) -> float | None:
-        """Hours of the stage times its GPUs; None if the GPUs are unknown."""
-        if self.gpus is None:
-            return None
-        seconds = self.seconds * self.gpus if self.gpu_seconds is None else self.gpu_seconds
-        return seconds / 3600
+    def gpu_hours(self) -> float:
+        """Hours of the stage times its GPUs."""
+        return self.gpu_seconds / 3600

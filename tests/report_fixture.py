@@ -81,6 +81,7 @@ def publish(
             "created": "2026-01-02T03:04:05+00:00",
             "seconds": SECONDS[stage],
             "gpus": GPUS.get(stage, 8),
+            "gpu_seconds": SECONDS[stage] * GPUS.get(stage, 8),
             "config": {},
         }
         write_json(folder / "manifest.json", manifest)

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bosch.errors import RunError
-from bosch.files import canonical_json, exists, names_in
+from bosch.files import canonical_json, names_in
 from bosch.journal import Journal
 from stages.context import ModelConfig
-from stages.published import Manifest
 
 if TYPE_CHECKING:
     from lm_eval.config.group import AggMetricConfig
@@ -103,13 +102,6 @@ def _answer(line: dict[str, Any]) -> tuple[int, dict[str, Any]]:
 def digest_of(content: Mapping[str, Any]) -> str:
     """A short hash of `content`: everything that a subtask's answers depend on but the model."""
     return hashlib.sha256(canonical_json(content).encode()).hexdigest()[:16]
-
-
-def published_identity(stage: Path) -> str | None:
-    """Identity of the models in a stage's published output; None without a manifest."""
-    if not exists(stage / Manifest.FILE):
-        return None
-    return digest_of({"files": Manifest.read(stage).hashes})
 
 
 def _stem(subtask: Subtask) -> str:

@@ -6,17 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bosch.files import exists
 from bosch.heads import HeadMaskFile
 from data_prep.documents.calibration import CalibrationNeedles
 from data_prep.documents.tokenizer import TokenizerSpec
 from stages.context import StageConfig
-from stages.evaluate.answers import EvaluatedModel, published_identity
+from stages.evaluate.answers import EvaluatedModel, digest_of
 from stages.evaluate.models import evaluate_models
 from stages.evaluate.rivals import rivals
 from stages.evaluate.scores import HYBRID, rival_name
 from stages.evaluate.stage import EvaluateConfig
 from stages.materialize.stage import MODEL
 from stages.prepare.stage import CALIBRATION, TOKENIZER
+from stages.published import Manifest
 from stages.rival.stage import RivalConfig
 from stages.search.stage import HEAD_MASK
 from stages.train.stage import checkpoint_folders
@@ -44,7 +46,8 @@ def run(
     models = rivals(config, searched, prepared, work_dir)
     for name, (folder, stage) in folders.items():
         model = config.model.model_copy(update={"path": str(folder), "revision": None})
-        models.append(EvaluatedModel(name, model, published_identity(stage)))
+        hashes = Manifest.read(stage).hashes if exists(stage / Manifest.FILE) else None
+        models.append(EvaluatedModel(name, model, hashes and digest_of({"files": hashes})))
     return evaluate_models(
         config,
         models,

@@ -52,7 +52,7 @@ def _cells(summary: dict[str, Any]) -> list[str]:
     needle, cache = summary["needle"], summary["kv_cache_bytes_per_token"]
     model = Path(summary["model"])
     cached = f"{format_bytes(cache['before'])} → {format_bytes(cache['after'])}"
-    hours = sum(hours or 0.0 for hours in summary["gpu_hours"].values())
+    hours = sum(summary["gpu_hours"].values())
     costs = (summary["cost"] or {}).items()
     cost = [Cell(format_money(amount, currency), value=amount) for currency, amount in costs]
     return [

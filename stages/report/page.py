@@ -352,17 +352,12 @@ def cost_table(results: Results, price: float | None, currency: str) -> Table | 
         return None
     seconds = dict(results.stage_seconds)
 
-    def cost(hours: float | None) -> list[str]:
-        amounts = [hours] if price is None else [hours, None if hours is None else hours * price]
-        return [_or_dash(amount, "{:,.2f}".format) for amount in amounts]
+    def cost(hours: float) -> list[str]:
+        amounts = [hours] if price is None else [hours, hours * price]
+        return [f"{amount:,.2f}" for amount in amounts]
 
     rows = [
-        [
-            stage,
-            format_seconds(seconds[stage]),
-            "not recorded" if manifest.gpus is None else str(manifest.gpus),
-            *cost(manifest.gpu_hours),
-        ]
+        [stage, format_seconds(seconds[stage]), str(manifest.gpus), *cost(manifest.gpu_hours)]
         for stage, manifest in results.manifests.items()
     ]
     total = ["together", format_seconds(sum(seconds.values())), "", *cost(results.total_gpu_hours)]

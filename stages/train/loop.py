@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from bosch.errors import RunError
 from bosch.model.interface import layouts_of
-from bosch.ranks import collectives_within, limit_collectives
+from bosch.ranks import limit_collectives
 from stages.context import Runtime
 from stages.formats import format_bytes
 from stages.train.checkpoint import CheckpointWriter
@@ -260,8 +260,8 @@ class Loop:
         In this order a run killed in between repeats the step and rewrites both.
         """
         runtime, is_last = self.runtime, self.step == self.schedule.steps
-        limit = collectives_within(runtime.timeout_minutes, afterwards=self.step_timeout)
-        with self.stopwatch.timed("checkpoint"), limit:
+        limit_collectives(runtime.timeout_minutes)
+        with self.stopwatch.timed("checkpoint"):
             for tokens, at_step in self.schedule.checkpoint_steps.items():
                 if at_step == self.step:
                     self.write_checkpoint(tokens)
@@ -273,6 +273,7 @@ class Loop:
                 self.restarts.save(
                     state, self.step, sharding_layout(runtime), runtime.timeout_minutes
                 )
+        limit_collectives(self.step_timeout)
 
     def write_checkpoint(self, tokens: int) -> None:
         """Write the checkpoint `tokens-<tokens>`."""

@@ -243,7 +243,7 @@ def test_the_page_states_the_provenance_of_its_numbers(
     published: dict[str, Path], results: Results
 ) -> None:
     later = results.manifests["train"].model_copy(
-        update={"packages": {"torch": "3"}, "git_commit": "f" * 40, "gpus": None}
+        update={"packages": {"torch": "3"}, "git_commit": "f" * 40}
     )
     found = collect_provenance(
         report_fixture.config(published),
@@ -400,7 +400,8 @@ def test_gpu_hours_have_a_price_only_if_the_recipe_states_one(results: Results) 
     assert priced is not None and priced.title == "GPU hours, at 2.50 EUR each"
     assert priced.rows[-1][3:] == [f"{hours:,.2f}", f"{2.5 * hours:,.2f}"]
     manifests = {
-        n: manifest.model_copy(update={"gpus": None}) for n, manifest in results.manifests.items()
+        n: manifest.model_copy(update={"gpu_seconds": 0})
+        for n, manifest in results.manifests.items()
     }
     assert cost_table(replace(results, manifests=manifests), 2.5, "EUR") is None
 
