@@ -15,7 +15,7 @@ import pytest
 import torch
 from openai import OpenAI
 
-from bosch.vllm.plan import CPU, Request, engine_heads, module_plan
+from bosch.vllm.plan import CPU_BLOCK_SIZE, Request, batch_tokens, engine_heads, module_plan
 from tests.model_server import running
 from tests.vllm_case import (
     QUICKSTART,
@@ -85,7 +85,8 @@ def test_the_cache_holds_what_the_plan_states(client: OpenAI, log: Path) -> None
     config = json.loads((QUICKSTART / "config.json").read_text())
     length = config["max_position_embeddings"]
     plan = module_plan(engine_heads(file.mask.heads_per_layer(file.windows)))
-    request = Request(length, CPU.block_size, CPU.tokens_in_flight(plan.sliding_windows))
+    in_flight = batch_tokens(plan.sliding_windows, 2048)
+    request = Request(length, CPU_BLOCK_SIZE, in_flight)
     held = plan.request_bytes(request, 2 * config["head_dim"] * 4)
     line = re.search(r"CPU KV cache size: ([\d,]+) tokens", log.read_text())
     assert line is not None
