@@ -62,7 +62,7 @@ class CalibrationSet:
             raise UserError(
                 f"{path}: cannot read the calibration set ({error.strerror}); {advice}"
             ) from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             message = f"{path}: the calibration set is damaged ({error}); {advice}"
             raise UserError(message) from error
 

@@ -30,7 +30,7 @@ def mask_file(config: StageConfig[SearchConfig], mask: HeadMask, score: float) -
         method=section.method,
         swa_ratio=ratio,
         score=score,
-        seed=config.seed if section.seed is None else section.seed,
+        seed=config.seed,
     )
 
 

@@ -173,8 +173,7 @@ def _write_front(
     work_dir: Path, config: StageConfig[SearchConfig], front: Front, cache: RequestCache
 ) -> None:
     """Write front.json with bytes; materialize chooses the point."""
-    seed = config.seed if config.section.seed is None else config.section.seed
-    front = replace(front, model=config.model.path, seed=seed, chosen=None)
+    front = replace(front, model=config.model.path, seed=config.seed, chosen=None)
     front = front.priced(lambda mask: cache.bytes_of(mask.heads_per_layer(front.windows)))
     front.save(work_dir / FRONT)
     write_front(front, work_dir)
