@@ -22,6 +22,7 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from bosch.attention import fastest_backend
 from bosch.backends import BACKENDS, resolve_backend
@@ -106,7 +107,8 @@ def load_for_training(
 def use_grouped_experts(model: Any) -> None:
     """Compute all experts of a layer in one grouped product, regardless of config.json.
 
-    Raises RunError when transformers would compute them differently.
+    It is in autocast's precision, like the products of linear layers. Raises RunError when
+    transformers would compute the experts differently.
     """
     if not any(type(module).__name__.endswith("Experts") for module in model.modules()):
         return
@@ -117,6 +119,28 @@ def use_grouped_experts(model: Any) -> None:
             f"transformers computes the experts of {type(model).__name__} by {implementation}, "
             f"not by {_GROUPED}, which training needs"
         )
+    ALL_EXPERTS_FUNCTIONS.register(_GROUPED, _autocast_experts)
+
+
+def _autocast_experts(module: Any, states: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """transformers' grouped experts; autocast does not reach the product itself."""
+    device = states.device.type
+    if not torch.is_autocast_enabled(device):
+        return grouped_mm_experts_forward(module, states, index, weights)
+    dtype = torch.get_autocast_dtype(device)
+    cast: Any = _Cast(module, dtype)
+    return grouped_mm_experts_forward(cast, states.to(dtype), index, weights).to(states.dtype)
+
+
+class _Cast:
+    """A module whose parameters read as `dtype`."""
+
+    def __init__(self, module: Any, dtype: torch.dtype) -> None:
+        self._module, self._dtype = module, dtype
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        return value.to(self._dtype) if isinstance(value, Tensor) else value
 
 
 def _raise_graph_limit(config: Any) -> None:

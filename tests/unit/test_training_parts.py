@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from bosch.attention import BACKENDS
@@ -142,6 +143,37 @@ def test_experts_use_grouped_products_whatever_the_configuration_says(
     model.set_experts_implementation = lambda name: None
     with pytest.raises(RunError, match="by eager, not by grouped_mm"):
         use_grouped_experts(model)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("precision", ["bf16", "no"])
+def test_experts_are_computed_in_the_precision_of_training(
+    family: str, precision: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autocast does not reach a grouped product. Weights and their gradients stay float32."""
+    loaded = small_model(family).float()
+    monkeypatch.setattr("stages.train.model.load_model", lambda *_, **options: loaded)
+    train = TrainConfig(mixed_precision=precision)
+    trained: Any = load_for_training(Path("unused"), ModelConfig(path="unused"), train, Runtime())
+    with GroupedProducts() as products, torch.autocast("cpu", torch.bfloat16, precision == "bf16"):
+        ids = tokens(1, 12)
+        trained(input_ids=ids, labels=ids)["loss"].backward()
+    assert products.dtypes == {torch.bfloat16 if precision == "bf16" else torch.float32}
+    experts = {n: p for n, p in trained.named_parameters() if ".experts." in n}
+    assert experts and {p.grad.dtype for p in experts.values()} == {torch.float32}
+
+
+class GroupedProducts(TorchDispatchMode):
+    """Records the precisions of the inputs of all grouped products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes = set[torch.dtype]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "grouped_mm" in str(func):
+            self.dtypes |= {x.dtype for x in args[:2]}
+        return func(*args, **(kwargs or {}))
 
 
 def write_metrics(folder: Path, steps: int) -> Path:
