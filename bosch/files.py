@@ -223,7 +223,7 @@ def file_digest(path: Path) -> str:
 def file_hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """Sync every file below the named files and folders of `folder`; returns their SHA-256.
 
-    `hash_fault` compares them later. Raises RunError for a link, whose target may change.
+    `hash_fault` compares them later. Raises RunError for a link to a file, which may change.
     """
     hashes: dict[str, str] = {}
     for name in names:
@@ -232,17 +232,15 @@ def file_hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:
         for file in below:
             path = os.path.normpath(f"{name}/{file}")
             hashes[path] = file_digest(folder / path)
-    if fault := listing_fault(folder, hashes, os.listdir(folder)):
+    if fault := listing_fault(folder, hashes):
         raise RunError(f"{folder}: {fault}")
     sync(folder)
     return hashes
 
 
 def hash_fault(folder: Path, hashes: Mapping[str, str]) -> str | None:
-    """The first difference from `file_hashes`, files added to these folders included, or None."""
-    named = {name.partition("/")[0] for name in hashes}
-    beside = set(os.listdir(folder)) - named if folder.is_dir() else set()
-    if fault := listing_fault(folder, hashes, beside):
+    """The first of the files that differs from `file_hashes`, or None."""
+    if fault := listing_fault(folder, hashes):
         return fault
     for name, digest in hashes.items():
         try:
@@ -260,8 +258,8 @@ def read_fault(name: str, error: OSError) -> str:
     return f"{name} cannot be read ({error.strerror})"
 
 
-def listing_fault(folder: Path, files: Collection[str], beside: Collection[str]) -> str | None:
-    """The first of `files` that is no regular file, or an entry neither there nor in `beside`."""
+def listing_fault(folder: Path, files: Collection[str]) -> str | None:
+    """The first of `files` that is missing or no regular file, or None."""
     for name in files:
         try:
             if not stat.S_ISREG(os.lstat(folder / name).st_mode):
@@ -270,8 +268,7 @@ def listing_fault(folder: Path, files: Collection[str], beside: Collection[str])
             return f"{name} is missing"
         except OSError as error:
             return read_fault(name, error)
-    added = added_entries(folder, files, beside)
-    return f"{added[0]} was added to it" if added else None
+    return None
 
 
 def added_entries(folder: Path, files: Collection[str], beside: Collection[str]) -> list[str]:

@@ -65,10 +65,9 @@ class Store:
         if manifest is None:
             return f"{MANIFEST} is missing or damaged"
         hashes = {str(file["path"]): str(file["sha256"]) for file in manifest["files"]}
-        added = files.added_entries(folder, hashes, (MANIFEST,))
-        if (fault := files.listing_fault(folder, hashes, (MANIFEST, *added))) is not None:
+        if (fault := files.listing_fault(folder, hashes)) is not None:
             return fault
-        if added:
+        if added := files.added_entries(folder, hashes, (MANIFEST,)):
             raise RunError(f"{folder / added[0]} was added to the output of {stage}; move it away")
         for name, digest in hashes.items():
             try:
@@ -107,7 +106,8 @@ class Store:
         """Names of the files in a work directory; raises RunError for a link, pipe or device."""
         files.remove_empty_folders(work)
         names = list(files.files_below(work))
-        fault = files.listing_fault(work, names, ())
+        added = [f"{name} is no regular file" for name in files.added_entries(work, names, ())]
+        fault = files.listing_fault(work, names) or next(iter(added), None)
         if fault is not None:
             raise RunError(
                 f"{stage}: its work directory {work} cannot be published: {fault}; put the file or "

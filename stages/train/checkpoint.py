@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from bosch.files import remove, replace, sync, write_json
+from bosch.files import make_folder, remove, replace, sync, write_json
 from bosch.model.loading import kept_in_float32
 from stages.fields import bytes_of
 from stages.materialize.model_card import note_training
@@ -73,7 +73,7 @@ class CheckpointWriter:
         with disk_errors(f"checkpoint {checkpoint_name(tokens)}", self._directory.parent):
             if is_first:
                 remove(writing)
-                writing.mkdir(parents=True)
+                make_folder(writing)
             wait()
             sizes = self.write_weights(model, writing, lora)
             wait()

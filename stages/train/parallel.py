@@ -53,30 +53,22 @@ def whole_weight(weight: Any) -> Tensor:
 
 
 def sharding_layout(runtime: Runtime) -> dict[str, object]:
-    """Settings that a restart point must share with the run that resumes from it.
+    """How the shards of a restart point are split."""
+    return {"sharding": runtime.sharding, "processes": world_size()}
 
-    They include the number of processes under DeepSpeed, whose shards cannot be split differently.
+
+def actual_sharding(runtime: Runtime) -> Runtime:
+    """The settings of this run: one process has nothing to shard over.
+
+    Raises UserError if DeepSpeed is not installed.
     """
-    fixed = runtime.sharding == "deepspeed"
-    return {"sharding": runtime.sharding, "processes": world_size(), "fixed": fixed}
-
-
-def check_sharding_possible(runtime: Runtime) -> None:
-    """Raise UserError for a sharding that cannot run here.
-
-    DeepSpeed may not be installed, or there may be only one process.
-    """
-    if runtime.sharding == "none":
-        return
-    if world_size() < 2:
-        raise UserError(
-            f"runtime.sharding = {runtime.sharding} needs at least two processes, and this run has "
-            "one; set runtime.processes, or runtime.sharding = none"
-        )
+    if world_size() == 1:
+        return runtime.model_copy(update={"sharding": "none"})
     if runtime.sharding == "deepspeed":
         require_package(
             "deepspeed", "runtime.sharding = deepspeed", "set runtime.sharding to fsdp or none"
         )
+    return runtime
 
 
 def check_offloading_possible(runtime: Runtime) -> None:

@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 
 from bosch.errors import LostRankError, RunError, StoppedError
-from bosch.files import added_entries, file_hashes, remove
+from bosch.files import file_hashes, remove
 from bosch.model.head_table import heads_by_window
 from bosch.model.loading import load_config
 from bosch.objective.decoder_shape import DecoderShape
@@ -68,7 +68,7 @@ def run(
 
 
 def _train(config: StageConfig[TrainConfig], inputs: Mapping[str, Path], work_dir: Path) -> None:
-    parallel.check_sharding_possible(config.runtime)
+    config = replace(config, runtime=parallel.actual_sharding(config.runtime))
     parallel.check_offloading_possible(config.runtime)
     if (project := config.runtime.wandb_project) is not None:
         require_package("wandb", f"runtime.wandb_project = {project}", "leave the setting out")
@@ -92,10 +92,11 @@ def _train(config: StageConfig[TrainConfig], inputs: Mapping[str, Path], work_di
             f"training stopped after step {loop.step} of {loop.schedule.steps}, with a restart "
             "point"
         )
-    if loop.metrics_log is not None:
-        _write_summary(loop, loop.metrics_log, work_dir, restarts)
-        restarts.remove()
     with partners_alive():
+        whole = restarts.whole_checkpoints(loop.step)
+        if loop.metrics_log is not None:
+            _write_summary(loop, loop.metrics_log, work_dir, whole)
+            restarts.remove()
         wait()
     parallel.leave_process_group()
 
@@ -216,21 +217,16 @@ def _prepared_model(
 
 
 def _write_summary(
-    loop: Loop, metrics_log: MetricsLog, work_dir: Path, restarts: RestartPoints
+    loop: Loop, metrics_log: MetricsLog, work_dir: Path, checkpoints: dict[str, dict[str, str]]
 ) -> None:
     """Write summary.json, the last file of a finished work directory.
 
-    Raises RunError if files were added to the checkpoints, which would be published too.
+    `checkpoints` are the whole ones, with the hashes of their files.
     """
-    schedule, hashes = loop.schedule, restarts.checkpoint_hashes()
-    added = added_entries(
-        work_dir / CHECKPOINTS, [n.removeprefix(f"{CHECKPOINTS}/") for n in hashes], ()
-    )
-    if added:
-        raise RunError(
-            f"{work_dir / CHECKPOINTS / added[0]}: is no checkpoint of this training; remove it, "
-            "and run the same command again"
-        )
+    schedule, hashes = loop.schedule, file_hashes(work_dir, [METRICS])
+    for name, files in checkpoints.items():
+        hashes |= {f"{CHECKPOINTS}/{name}/{file}": digest for file, digest in files.items()}
+    steps = {checkpoint_name(tokens): step for tokens, step in schedule.checkpoint_steps.items()}
     TrainingSummary(
         final_loss=metrics_log.final_loss,
         tokens=schedule.tokens,
@@ -238,6 +234,6 @@ def _write_summary(
         seconds=round(metrics_log.seconds, 3),
         processes=world_size(),
         sharding=loop.runtime.sharding,
-        checkpoints={checkpoint_name(n): step for n, step in schedule.checkpoint_steps.items()},
-        sha256=hashes | file_hashes(work_dir, [METRICS]),
+        checkpoints={name: steps[name] for name in checkpoints},
+        sha256=hashes,
     ).write(work_dir)

@@ -138,13 +138,6 @@ def checkpoint_tokens(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def checkpoint_folders(train: Path) -> dict[str, Path]:
-    """The checkpoints below a train stage's folder by name, in the order of training."""
-    folders = [path for path in (train / CHECKPOINTS).iterdir() if checkpoint_tokens(path.name)]
-    folders.sort(key=lambda path: checkpoint_tokens(path.name) or 0)
-    return {path.name: path for path in folders}
-
-
 class TrainingSummary(WorkSummary):
     """train/summary.json: totals of a training run; `final_loss` in nats per token."""
 
@@ -155,6 +148,14 @@ class TrainingSummary(WorkSummary):
     processes: int
     sharding: str
     checkpoints: dict[Annotated[str, Field(pattern=rf"^{_CHECKPOINT.pattern}$")], int]
+
+
+def checkpoint_folders(train: Path) -> dict[str, Path]:
+    """The checkpoints of a finished training by name, in the order of training."""
+    names = sorted(
+        TrainingSummary.read(train).checkpoints, key=lambda name: checkpoint_tokens(name) or 0
+    )
+    return {name: train / CHECKPOINTS / name for name in names}
 
 
 class TrainingStep(Record):

@@ -42,7 +42,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 T = TypeVar("T")
 
 _POINT = re.compile(r"step-(\d+)")
-_UNREADABLE = "unreadable-"
+_DAMAGED = "damaged-"
 _RECORD = "whole.json"
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json")
 
@@ -52,8 +52,8 @@ class RestartPoints:
 
     torch.distributed.checkpoint writes a point while training continues. Its record, written last,
     holds step, layout and the SHA-256 of its files; each checkpoint has a record next to the
-    points. A point is used only if its files and those of all earlier checkpoints are complete;
-    otherwise training goes back to the point before, or to the start.
+    points. A point is used if its own files are complete; files added to it do not matter. A
+    damaged one is renamed to `damaged-step-<n>` and kept until training ends.
 
     Every process hashes its share of the files, right after writing and again before resuming, all
     at the same time. Of 14B parameters over 16 processes, 168 GB in all, that is 10.5 GB each, or
@@ -76,81 +76,77 @@ class RestartPoints:
     def check_layout(self, layout: dict[str, object]) -> None:
         """Raise UserError if this run cannot read the shards of the newest point with a layout.
 
-        It was written with another `runtime.sharding` or, if shards cannot be split differently, by
-        another number of processes. The point may still be damaged.
+        DeepSpeed's cannot be split differently. The point may still be damaged.
         """
-        points = [(point, saved) for point in self._points() if (saved := _layout(point))]
-        for point, saved in points[:1]:
-            for name in ["sharding", "processes"] if layout["fixed"] else ["sharding"]:
-                if saved[name] != layout[name]:
-                    raise UserError(
-                        f"the restart point {point} was written with runtime.{name} = "
-                        f"{saved[name]}, this run has {layout[name]}; resume with {saved[name]}, "
-                        f"or delete {point.parent} to train from the start"
-                    )
+        saved = next(filter(None, map(_layout, self._points())), layout)
+        if saved != layout and "deepspeed" in (saved["sharding"], layout["sharding"]):
+            raise UserError(
+                "the restart point was written with runtime.sharding = {sharding} on {processes} "
+                "process(es)".format(**saved)
+                + ", and shards of deepspeed cannot be split differently; resume like that, or "
+                f"delete {self.directory} to train from the start"
+            )
 
     def latest(self) -> Path | None:
-        """The newest complete restart point, if any; removes damaged ones.
+        """The newest complete restart point, if any; sets damaged ones aside.
 
-        Every process calls it, and reads its share of the files. Raises UserError if no point can
-        be used, and one of them only because an earlier checkpoint is damaged.
+        Every process calls it, and reads its share of the files. Raises UserError if there are
+        damaged points and no other.
         """
         points = self._points()
         wait()
-        faults = {}
         for point in points:
-            fault = next(filter(None, _from_all_processes(self._fault(point))), None)
+            fault = _first_fault(self._fault(point, point / _RECORD, restart_step(point)))
             if fault is None:
-                break
-            faults[point] = fault
-        if len(faults) == len(points):
-            for point, (folder, reason) in faults.items():
-                if folder != point:
-                    raise UserError(
-                        f"the restart point {point} is complete, but the checkpoint {folder} "
-                        f"before it is not ({reason}): restore that, or delete {point.parent} to "
-                        "train from the start"
-                    )
-        if rank() == 0:
-            for point, (folder, reason) in faults.items():
-                logger.warning(
-                    "the restart point %s is damaged (%s: %s)", point, folder.name, reason
-                )
-                files.remove(point)
+                self.whole_checkpoints(restart_step(point))
+                return point
+            if rank() == 0:
+                aside = self._set_aside(point)
+                logger.warning("%s is damaged (%s) and now called %s", point, fault, aside.name)
         wait()
-        if len(faults) < len(points):
-            return points[len(faults)]
-        if points and rank() == 0:
-            logger.warning("no restart point is complete: training starts from the beginning")
+        damaged = sorted(self.directory.glob(f"{_DAMAGED}*"))
+        if damaged:
+            raise UserError(
+                f"every restart point below {self.directory} is damaged, the last {damaged[-1]}; "
+                f"restore its files and remove {_DAMAGED} from its name, or delete "
+                f"{self.directory} to train from the start"
+            )
         return None
 
-    def _fault(self, point: Path) -> tuple[Path, str] | None:
-        """The damaged folder (of the point or an earlier checkpoint) and the reason.
+    def whole_checkpoints(self, steps: int) -> dict[str, dict[str, str]]:
+        """The SHA-256 of the files of each checkpoint of the first `steps` steps, by its name.
 
-        This process verifies its share of the files.
+        Every process calls it, and reads its share of the files. Checkpoints that were removed or
+        changed are left out, with a warning.
         """
-        step = restart_step(point)
-        records = {point: point / _RECORD}
-        for name, at_step in self._checkpoints.items():
-            if at_step <= step:
-                records[self._checkpoint(name)] = self._checkpoint_record(name)
-        for folder, record in records.items():
-            content = _record(record)
-            hashes = content.get("sha256")
-            if not isinstance(hashes, dict):
-                return folder, f"{record.name} is missing or damaged"
-            if content.get("step", step) != step:  # the folder has another point's name
-                return folder, f"it is of step {content['step']}"
-            fault = files.listing_fault(folder, hashes, (_RECORD,))
-            if fault is not None:
-                return folder, fault
-            try:
-                for name in own_share(hashes):
-                    if files.file_digest(folder / name) != hashes[name]:
-                        return folder, f"{name} has other content"
-            except OSError as error:
-                return folder, files.read_fault(name, error)
-        return None
+        whole = {}
+        for name, step in self._checkpoints.items():
+            if step <= steps:
+                folder, record = self._checkpoint(name), self._checkpoint_record(name)
+                fault = _first_fault(self._fault(folder, record))
+                if fault is None:
+                    whole[name] = _record(record)["sha256"]
+                elif rank() == 0:
+                    logger.warning("%s is left out of the results: %s", folder, fault)
+        return whole
+
+    def _fault(self, folder: Path, record: Path, step: int | None = None) -> str | None:
+        """The first difference between a record and this process's share of the files."""
+        content = _record(record)
+        hashes = content.get("sha256")
+        if not isinstance(hashes, dict):
+            return f"{record.name} is missing or damaged"
+        if content.get("step") != step:  # the folder has another point's name
+            return f"it is of step {content.get('step')}"
+        return files.hash_fault(folder, {name: hashes[name] for name in own_share(hashes)})
+
+    def _set_aside(self, point: Path) -> Path:
+        """Rename a damaged point, and return its new path."""
+        aside = point.with_name(_DAMAGED + point.name)
+        while os.path.lexists(aside):
+            aside = aside.with_name(f"{aside.name}-again")
+        os.rename(point, aside)
+        return aside
 
     @contextmanager
     def loading(self, point: Path) -> Iterator[None]:
@@ -169,20 +165,18 @@ class RestartPoints:
             cause = _cause(error)
             if connection_broke(cause) or is_out_of_memory(cause) or isinstance(cause, OSError):
                 raise cause from None
-            aside = point.with_name(_UNREADABLE + point.name)
-            with suppress(FileNotFoundError):  # another process removed it first
-                os.rename(point, aside)
+            with suppress(FileNotFoundError):  # another process renamed it first
+                self._set_aside(point)
             reason = " ".join(str(error).split())[:300]
             raise RunError(
                 f"the restart point {point} cannot be loaded ({type(error).__name__}: {reason}) "
-                f"and is now {aside.name}; the same command resumes from the point before"
+                "and is set aside; the same command resumes from the point before"
             ) from error
 
     def remove_old_points(self) -> None:
         """Before writing a point, remove all points except the newest, and unfinished files."""
         files.make_folder(self.directory)
-        unreadable = self.directory.glob(f"{_UNREADABLE}*")
-        for path in [*self._points()[1:], *unreadable, self.writing]:
+        for path in [*self._points()[1:], self.writing]:
             files.remove(path)
 
     def save(
@@ -262,24 +256,9 @@ class RestartPoints:
     def record_checkpoint(self, tokens: int) -> None:
         """Record the hashes of a published checkpoint; every process calls it."""
         name = checkpoint_name(tokens)
-        wait()
         hashes = hash_together(self._checkpoint(name))
         if rank() == 0:
-            for folder in (self.directory.parent / CHECKPOINTS, self.directory.parent):
-                files.sync(folder)  # the directory entries
             files.write_json(self._checkpoint_record(name), {"sha256": hashes})
-
-    def checkpoint_hashes(self) -> dict[str, str]:
-        """SHA-256 of the files of all checkpoints, by their names in the work directory."""
-        hashes = {}
-        for name in self._checkpoints:
-            record = self._checkpoint_record(name)
-            saved = _record(record).get("sha256")
-            if not isinstance(saved, dict):
-                raise RunError(f"{record} is missing or damaged; run the same command again")
-            for file, digest in saved.items():
-                hashes[f"{CHECKPOINTS}/{name}/{file}"] = digest
-        return hashes
 
     def remove(self) -> None:
         files.remove(self.directory)
@@ -304,23 +283,15 @@ def restart_step(point: Path) -> int:
 
 
 def hash_together(folder: Path, group: dist.ProcessGroup | None = None) -> dict[str, str]:
-    """SHA-256 of every file below `folder`, once on disk; each process reads its share.
+    """SHA-256 of every file below `folder`; each process reads its share.
 
     All processes of the group (default: all) call it after writing.
     """
-    if rank() == 0:
-        files.remove_empty_folders(folder)
     wait(group)
-    digests = {}
-    for name in own_share(list(files.files_below(folder))):
-        files.sync(folder / name)
-        digests[name] = files.file_digest(folder / name)
+    own = {name: files.file_digest(folder / name) for name in own_share(files.files_below(folder))}
     hashes: dict[str, str] = {}
-    for part in _from_all_processes(digests, group):
+    for part in _from_all_processes(own, group):
         hashes |= part
-    if rank() == 0:
-        for directory, _, _ in os.walk(folder):
-            files.sync(Path(directory))
     return dict(sorted(hashes.items()))
 
 
@@ -351,6 +322,11 @@ def _from_all_processes(value: T, group: dist.ProcessGroup | None = None) -> lis
     values: list[T] = [value] * processes()
     dist.all_gather_object(values, value, group)
     return values
+
+
+def _first_fault(fault: str | None) -> str | None:
+    """The fault of the first process that has one."""
+    return next(filter(None, _from_all_processes(fault)), None)
 
 
 def _record(path: Path) -> dict[str, Any]:

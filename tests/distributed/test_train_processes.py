@@ -165,7 +165,7 @@ def test_two_processes_train_like_one_and_resume(
         _copy_without_optimizer(tmp_path / "restart" / "step-4", "step-6")
         damaged = train_in_processes(case, tmp_path, 2, **changes)
         assert "RunError: the restart point" in damaged.stderr, damaged.stderr
-        assert (tmp_path / "restart" / "unreadable-step-6").is_dir()
+        assert (tmp_path / "restart" / "damaged-step-6").is_dir()
     done = train_in_processes(case, tmp_path, 2, **changes)
     assert done.returncode == 0, done.stderr
     assert "resuming from step-4" in done.stderr
@@ -215,6 +215,32 @@ def test_after_a_lost_node_more_processes_resume_from_a_complete_point(
     assert "step-6 is damaged" in done.stderr and "__1_0.distcp has other content" in done.stderr
     assert "resuming from step-4" in done.stderr
     assert losses(tmp_path) == pytest.approx(losses(one_process), rel=5e-4)
+
+
+def test_restart_points_are_read_by_any_sharding_and_number_of_processes(
+    case: Path, one_process: Path, tmp_path: Path
+) -> None:
+    """From two processes with FSDP to one, and from one process to two with FSDP."""
+    train = {"document_masking": True}
+    sharded = {"sharding": "fsdp", "micro_batch_size": 1, "save_every_steps": 4}
+    killed = train_in_processes(
+        case, tmp_path / "2", 2, kill_at_step=7, train=train, runtime=sharded
+    )
+    assert [p.name for p in (tmp_path / "2" / "restart").glob("step-*")] == ["step-4"], (
+        killed.stderr
+    )
+    for sharding in ("none", "fsdp"):
+        work_dir = shutil.copytree(tmp_path / "2", tmp_path / sharding)
+        summary = train_here(
+            case, work_dir, train=train, runtime={"sharding": sharding, "save_every_steps": 99}
+        )
+        assert summary["sharding"] == "none" and summary["processes"] == 1
+        assert losses(work_dir) == pytest.approx(losses(one_process), rel=1e-4)
+        assert losses(work_dir)[:4] == losses(tmp_path / "2")[:4]
+    assert train_in_processes(case, tmp_path / "1", kill_at_step=7, train=train).returncode
+    done = train_in_processes(case, tmp_path / "1", 2, train=train, runtime=sharded)
+    assert done.returncode == 0 and "resuming from step-6" in done.stderr, done.stderr
+    assert losses(tmp_path / "1") == pytest.approx(losses(one_process), rel=1e-4)
 
 
 def test_a_process_without_rows_of_an_adapter_resumes_exactly(case: Path, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from stages.original import run as original
 from stages.prepare import run as prepare
 from stages.prepare.stage import PrepareConfig
 from stages.search.stage import SearchConfig
+from stages.train.stage import TrainingSummary
 from tests.peak_memory import TensorBytes
 from tests.tiny_data import save_tiny_model
 
@@ -58,6 +59,10 @@ def stages(tmp_path_factory):
     prepare.run(_config(section, model), {}, folder / "prepare")
     for tokens in (1000, 900):
         save_tiny_model(folder / "train" / "checkpoints" / f"tokens-{tokens}", seed=tokens)
+    TrainingSummary(
+        final_loss=1.0, tokens=1000, steps=2, seconds=1.0, processes=1, sharding="none",
+        checkpoints={"tokens-900": 1, "tokens-1000": 2},
+    ).write(folder / "train")  # fmt: skip
     mask = HeadMask.from_swa_kv_heads([[0, 1], [1]], 2)
     hybrid = materialize(load_model(model, dtype="float32"), mask, Window(32, 1))
     hybrid.save_pretrained(folder / "materialize" / "model")

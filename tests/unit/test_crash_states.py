@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bosch import files
 from bosch.journal import Journal
 from pipeline.recipe.load import load_recipe
 from pipeline.run.runner import Runner, RunOptions
@@ -82,9 +83,10 @@ def test_a_saved_restart_point_exists_and_is_complete(tmp_path: Path) -> None:
     def save(step: int) -> None:
         points = RestartPoints(work, train)
         if step == 2:
-            checkpoint = work / "checkpoints" / "tokens-16"
-            checkpoint.mkdir(parents=True, exist_ok=True)
-            (checkpoint / "model.safetensors").write_text("weights")
+            writing = work / "checkpoints" / "writing"
+            files.make_folder(writing)
+            (writing / "model.safetensors").write_text("weights")
+            files.replace(writing, writing.with_name("tokens-16"))
             points.record_checkpoint(16)
         points.remove_old_points()
         points.writing.mkdir(parents=True)
@@ -101,6 +103,7 @@ def test_a_saved_restart_point_exists_and_is_complete(tmp_path: Path) -> None:
         point = points.latest()
         step = restart_step(point) if point is not None else 0
         assert step >= state.progress, str(state)
+        assert list(points.whole_checkpoints(step)) == ["tokens-16"] * (step > 1), str(state)
         if point is not None:
             assert (point / "__0_0.distcp").read_text() == f"state {step}" * 50, str(state)
         for later in range(step + 1, 4):

@@ -15,6 +15,7 @@ from stages.evaluate.suites import suite_title
 from stages.evaluate.suites.needle import missing_ruler_file
 from stages.train.stage import (
     TrainConfig,
+    TrainingSummary,
     batch_faults,
     checkpoint_folders,
     checkpoint_name,
@@ -215,10 +216,15 @@ def test_names_of_checkpoints_have_their_tokens() -> None:
         assert checkpoint_tokens(name) is None
 
 
-def test_checkpoints_are_in_the_order_of_training(tmp_path: Path) -> None:
-    for name in ("tokens-1000", "tokens-900", "writing", "tokens-20000"):
+def test_whole_checkpoints_are_evaluated_in_the_order_of_training(tmp_path: Path) -> None:
+    """Whatever else is in their folder."""
+    for name in ("tokens-1000", "tokens-900", "writing", "tokens-20000", "tokens-50"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     names = ["tokens-900", "tokens-1000", "tokens-20000"]
+    TrainingSummary(
+        final_loss=1.0, tokens=20000, steps=4, seconds=1.0, processes=1, sharding="none",
+        checkpoints=dict.fromkeys(reversed(names), 1),
+    ).write(tmp_path)  # fmt: skip
     expected = {name: tmp_path / "checkpoints" / name for name in names}
     assert list(checkpoint_folders(tmp_path).items()) == list(expected.items())
 
