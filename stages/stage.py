@@ -120,7 +120,8 @@ class Stage(Generic[OwnSection]):
     `needs` are the stages whose outputs it reads, if the recipe has them (None: all before it);
     `after` are other stages that run before it, without being read. `reads` are the keys of further
     sections that it reads, and `model` is the part of the base model that it reads. A `distributed`
-    stage runs in all processes of the recipe, any other in one process.
+    stage runs in all processes of the recipe, or in the number on each node that `processes`
+    returns; any other runs in one process.
 
     Its output's key is the hash of its name, its version, its section and those it reads, the seed,
     the keys of the stages it needs, its input files and the base model.
@@ -145,6 +146,7 @@ class Stage(Generic[OwnSection]):
     reads: tuple[str, ...] = ()
     model: Literal["none", "tokenizer", "weights"] = "none"
     distributed: bool = False
+    processes: Callable[[LoadedRecipe], int] = lambda loaded: loaded.world.processes_per_node
     completed: Callable[[OwnSection, Recipe], OwnSection] = lambda section, recipe: section
     checks: Callable[[LoadedRecipe], Iterator[str]] = lambda loaded: iter(())
     missing: Callable[[LoadedRecipe], Iterator[str]] = lambda loaded: iter(())

@@ -9,7 +9,7 @@ import shutil
 import socket
 import subprocess
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +177,9 @@ class Runner:
         self._unlink_from(node)
         end_leftovers(str(self.store.work(node.name, key)))
         gpus = world.used_gpus if node.stage.computes else 0
+        if node.stage.distributed and world != self.loaded.world:
+            all_processes = counted(self.loaded.world.size, "process", "processes")
+            print(f"{node.name}: runs on {world.size} of {all_processes}", flush=True)
         work = self.store.begin(node.name, key, inputs=inputs, gpus=gpus)
         try:
             summary = self.launcher(self.order(node, work), world)
@@ -239,7 +242,10 @@ class Runner:
                 self.store.unlink(self.name, name)
 
     def _world(self, node: Node) -> World:
-        return self.loaded.world if node.stage.distributed else World(gpus=self.loaded.world.gpus)
+        world = self.loaded.world
+        if not node.stage.distributed:
+            return World(gpus=world.gpus)
+        return replace(world, processes_per_node=node.stage.processes(self.loaded))
 
     def _node(self, name: str) -> Node:
         return next(node for node in self.nodes if node.name == name)

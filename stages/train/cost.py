@@ -15,7 +15,7 @@ from stages.search.stage import SearchConfig
 from stages.shape import shape_of
 from stages.stage import LoadedRecipe
 from stages.train.memory import TrainingJob, trained_parameters, unneeded_flops
-from stages.train.stage import TrainConfig
+from stages.train.stage import TrainConfig, usable_processes
 
 # Share of the peak in training of a mixture of experts, from BOSCH B.5: four days for 2.5B tokens
 # of Qwen3-30B-A3B on 16 A800. Its forward passes reach the share of dense models: an evaluation
@@ -29,8 +29,9 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     train, length = recipe[TrainConfig], recipe[PrepareConfig].sequence_length
     tokens = train.optimizer_steps * train.batch_tokens
     rows = recipe[SearchConfig].kv_heads(shape.kinds, recipe.model.dtype)
+    processes = usable_processes(train, recipe.runtime, length, devices.processes)
     job = TrainingJob(
-        shape, train, recipe.runtime, length, rows, devices.processes,
+        shape, train, recipe.runtime, length, rows, processes,
         devices.on_gpu, devices.memory,
     )  # fmt: skip
     checkpointing = recipe.runtime.checkpointing
@@ -43,7 +44,7 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
             f"of training, runtime.checkpointing {checkpointing}: {parts}"
         )
     except UserError as error:
-        count = counted(devices.processes, "process", "processes")
+        count = counted(processes, "process", "processes")
         memory_text = f"training does not run on {count}: {error}"
     unneeded = unneeded_flops(shape, train, tokens)
     flops = shape.training_flops(tokens, length, window_shares(rows)) - unneeded
@@ -52,12 +53,14 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
         computed += shape.forward_flops(tokens, length)
     if checkpointing != "none":
         computed += _recomputed_flops(shape, checkpointing, flops + unneeded, tokens)
-    computed += _score_flops(loaded, rows, devices.processes)
+    computed += _score_flops(loaded, rows, processes)
     efficiency = devices.efficiency or (EXPERTS_EFFICIENCY if shape.experts else EFFICIENCY)
     saved = len(train.checkpoint_steps) * shape.parameters * BYTES[recipe[MaterializeConfig].dtype]
     # The older restart point is kept until the newer is complete.
     restart = 2 * restart_point_bytes(shape, train, recipe.runtime.sharding)
     note = f"{counted(train.optimizer_steps, 'step')} of {train.batch_tokens:,} tokens"
+    if processes < devices.processes:
+        note += f", on {processes} of {counted(devices.processes, 'process', 'processes')}"
     if shape.experts and not devices.efficiency:
         note += f", at {efficiency:.3g} of the peak"
     return Cost(

@@ -253,9 +253,31 @@ def batch_faults(
         )
 
 
+def usable_processes(
+    train: TrainConfig, runtime: Runtime, sequence_length: int, processes: int, nodes: int = 1
+) -> int:
+    """The most of each node's `processes` that a batch can be divided over; all if there are none.
+
+    So a batch of one sequence is trained on by one of two processes.
+    """
+    for count in range(processes, 0, -1):
+        if not any(batch_faults(train, runtime, sequence_length, nodes * count)):
+            return count
+    return processes
+
+
+def training_processes(loaded: LoadedRecipe) -> int:
+    """The number of processes on each node that train."""
+    recipe, world = loaded.recipe, loaded.world
+    return usable_processes(
+        recipe[TrainConfig], recipe.runtime, recipe[PrepareConfig].sequence_length,
+        world.processes_per_node, world.nodes,
+    )  # fmt: skip
+
+
 def _batch_and_token_faults(loaded: LoadedRecipe, train: TrainConfig) -> Iterator[str]:
     prepare, runtime = loaded.recipe[PrepareConfig], loaded.recipe.runtime
-    size = loaded.world.size
+    size = loaded.world.nodes * training_processes(loaded)
     if size == 1:  # the run is only planned; a real one would fail at its start
         size = runtime.context_parallel
     yield from batch_faults(train, runtime, prepare.sequence_length, size)
@@ -378,6 +400,7 @@ STAGE = Stage(
     # Also checks the evaluation before days of training.
     after=("original",),
     distributed=True,
+    processes=training_processes,
     checks=_faults,
     cost="stages.train.cost:cost",
 )

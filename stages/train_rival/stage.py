@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from stages.rival.stage import RivalConfig
 from stages.stage import Stage
+from stages.train.stage import training_processes
 
 STAGE = Stage(
     "train_rival",
@@ -14,5 +15,6 @@ STAGE = Stage(
     reads=("train",),
     after=("train",),
     distributed=True,
+    processes=training_processes,
     cost="stages.train.cost:cost",
 )

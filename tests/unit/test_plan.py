@@ -19,6 +19,7 @@ from stages.cost import Cost, Devices
 from stages.formats import format_bytes
 from stages.shape import shape_of, stored_shape
 from stages.stage import LoadedRecipe, ModelInfo, World
+from stages.train.stage import training_processes
 from tests.pipeline_case import Case
 
 SHAPE = {
@@ -173,9 +174,23 @@ def test_a_model_too_large_for_a_device_is_noted(case: Case) -> None:
             assert ("evaluation, more than the 24 GiB of a process" in text) == is_noted
 
 
-def test_a_batch_that_processes_cannot_share_is_said(case: Case) -> None:
-    text = "\n".join(plan_lines(_load(case), "h100x7"))
-    assert "training does not run on 7 processes: " in text
+def test_training_uses_the_most_processes_that_can_share_a_batch(case: Case) -> None:
+    for hardware, said in (("h100x7", ", on 4 of 7 processes"), ("h100x4", "")):
+        cost = plan_costs(_load(case), plan_devices(_load(case), hardware))["train"]
+        assert cost.note.endswith(f"tokens{said}")
+
+
+@pytest.mark.parametrize("recipe", sorted(ROOT.glob("recipes/*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_recipe_runs_on_any_usual_number_of_processes(recipe: Path) -> None:
+    used = []
+    for count in ("1", "2", "4", "8"):
+        loaded = load_recipe(
+            recipe, fetch=False, input_files=False, model_files=False, env={"NPROC_PER_NODE": count}
+        )
+        cost = plan_costs(loaded, plan_devices(loaded, f"h100x{count}"))["train"]
+        assert cost.memory.startswith("about ")
+        used.append(training_processes(loaded))
+    assert used == ([1, 1, 1, 1] if recipe.stem == "quickstart" else [1, 2, 4, 8])
 
 
 def test_the_plan_states_the_cache_of_both_models(case: Case) -> None:

@@ -499,6 +499,23 @@ def test_another_node_joins_distributed_stages_and_waits_for_the_others(
     assert (order["stage"], world.nodes, world.node_rank) == ("train", 2, 1)
 
 
+def test_training_runs_on_the_processes_that_can_share_a_batch(
+    case: Case, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: dict[str, int] = {}
+
+    def launched(order: Mapping[str, Any], world: World) -> dict[str, Any]:
+        started[order["stage"]] = world.size
+        return execute(order)
+
+    loaded = load(case, distributed=True, processes_per_node=3)
+    sequences = loaded.recipe.train.batch_tokens // loaded.recipe.prepare.sequence_length
+    assert sequences == 4
+    Runner(loaded, RunOptions(until="train"), launched).run()
+    assert started["train"] == 2 and started["search"] == 1
+    assert "train: runs on 2 of 3 processes" in capsys.readouterr().out
+
+
 def test_another_node_ends_if_the_first_one_fails_or_never_comes(case: Case) -> None:
     def break_down(order: Mapping[str, Any], world: World) -> dict[str, Any]:
         raise RunError("the loss diverged")
