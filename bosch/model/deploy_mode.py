@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 from bosch.attention import HeadLayout
 from bosch.backends import BACKENDS, check_backend, resolve_backend
 from bosch.errors import UserError
+from bosch.model.adapters import reorder_adapters
 from bosch.model.cache import CACHE_NAME, HybridCache, SplitCacheLayer
 from bosch.model.configuration import choosing_attention, hybrid_config_class
 from bosch.model.families import (
@@ -101,7 +102,7 @@ class HybridModelMixin:
             if text_config(config) is not config:  # the text config has its own implementation
                 self.get_decoder().set_attn_implementation(NAME)  # type: ignore[attr-defined]
         self._install(layouts)
-
+        self.register_load_state_dict_pre_hook(reorder_adapters)  # type: ignore[attr-defined]
         # At the decoder, since libraries replace the `forward` of the whole model.
         prepare = functools.partial(_prepare_pass, self._family)
         self.get_decoder().register_forward_pre_hook(prepare, with_kwargs=True)  # type: ignore[attr-defined]
@@ -121,6 +122,17 @@ class HybridModelMixin:
         )
         check_weights(pretrained_model_name_or_path, model, info)
         return (model, info) if output_loading_info else model
+
+    def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' method, which does not call `load_state_dict`."""
+        parent: Any = super()
+        result = parent.load_adapter(*args, **kwargs)
+        loaded = {name: weight.data for name, weight in self.named_parameters()}  # type: ignore[attr-defined]
+        ordered = dict(loaded)
+        reorder_adapters(self, ordered)
+        for name, weight in loaded.items():
+            weight.copy_(ordered[name])
+        return result
 
     @classmethod
     def prepare_distribute_model(cls, distributed_config: Any, *args: Any, **kwargs: Any) -> Any:

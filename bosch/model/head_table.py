@@ -1,8 +1,8 @@
-"""`hybrid_attention` of a configuration: the number of KV heads with each window, by layer.
+"""`hybrid_attention` of a configuration: the window of each KV head.
 
-With one window: `window_size`, `sinks`, `full_kv_heads_per_layer`. With several: the ascending
-`window_sizes` instead of `window_size`, and `swa_kv_heads_per_layer`: how many heads of each layer
-have each of them.
+`windows` has a row for each layer with full attention, with a number for each KV head in the base
+model's order: 0 for a full head, else its window. Sliding heads also see the first `sinks` tokens.
+The weights hold the heads in the order of `head_orders`.
 """
 
 from __future__ import annotations
@@ -13,75 +13,65 @@ from typing import Any
 
 from bosch.errors import UserError
 from bosch.model.families import decoder_layers
-from bosch.window import Window, rising_menu
-
-# With one window, and with several.
-_KEYS = (
-    {"window_size", "sinks", "full_kv_heads_per_layer"},
-    {"window_sizes", "sinks", "full_kv_heads_per_layer", "swa_kv_heads_per_layer"},
-)
+from bosch.window import Window
 
 Rows = list[dict[Window | None, int]]
 
 
-def head_table(rows: Sequence[Mapping[Window | None, int]]) -> dict[str, Any]:
-    """`hybrid_attention` for rows of heads by window, one for each layer with full attention.
+def head_table(rows: Sequence[Sequence[Window | None]]) -> dict[str, Any]:
+    """`hybrid_attention` for the window of each head, None if full, by layer."""
+    sinks = {window.sinks for row in rows for window in row if window is not None}
+    windows = [[0 if window is None else window.size for window in row] for row in rows]
+    return {"windows": windows, "sinks": max(sinks, default=0)}
 
-    All rows have the same keys: None for full heads, then the windows from the widest down.
+
+def head_windows(config: Any) -> list[list[Window | None]]:
+    """The window of each head in the base model's order, None if full; UserError if damaged."""
+    table, kinds = getattr(config, "hybrid_attention", None), decoder_layers(config)
+    try:
+        rows = [
+            [Window(size, table["sinks"]) if size != 0 else None for size in row]
+            for row in table["windows"]  # type: ignore[index]
+        ]
+        if [len(row) for row in rows] == [kinds.heads] * len(kinds.full):
+            return rows
+        reason = f"windows must have {len(kinds.full)} rows of {kinds.heads} heads"
+    except (TypeError, KeyError, ValueError) as error:
+        reason = str(error)
+    raise UserError(
+        f"{getattr(config, '_name_or_path', '') or 'config.json'}: hybrid_attention is damaged "
+        f"({reason}); found {json.dumps(table, default=str):.500}; make the model again"
+    )
+
+
+def head_orders(config: Any) -> list[list[int]]:
+    """The base model's KV heads in the order of the weights, by layer with full attention.
+
+    Full heads come first, then the widest windows; equal ones keep the base model's order.
     """
-    rising = [window for window in rows[0] if window is not None][::-1]
-    several, sizes = len(rising) > 1, [window.size for window in rising]
-    table: dict[str, Any] = {"window_sizes": sizes} if several else {"window_size": sizes[0]}
-    table |= {"sinks": rising[0].sinks, "full_kv_heads_per_layer": [row[None] for row in rows]}
-    if several:
-        table["swa_kv_heads_per_layer"] = [[row[window] for window in rising] for row in rows]
-    return table
+    rows = config.hybrid_attention["windows"]
+    return [sorted(range(len(row)), key=lambda head: -(row[head] or 2**31)) for row in rows]
 
 
 def heads_by_window(config: Any) -> Rows:
-    """Rows as in `head_table`; UserError if damaged."""
-    where = getattr(config, "_name_or_path", "") or "config.json"
-    table = getattr(config, "hybrid_attention", None)
-    several = isinstance(table, dict) and "window_sizes" in table
-    if not isinstance(table, dict) or not _KEYS[several] <= set(table):
-        raise UserError(
-            f"{where}: hybrid_attention must hold {', '.join(sorted(_KEYS[several]))}, found "
-            f"{json.dumps(table, default=str):.500}; make the model again"
-        )
-    sizes = table["window_sizes"] if several else [table["window_size"]]
-    try:
-        if not isinstance(sizes, list):
-            raise ValueError(f"window_sizes must be a list, found {sizes!r:.60}")
-        menu = rising_menu(sizes, table["sinks"])
-    except ValueError as error:
-        raise UserError(f"{where}: hybrid_attention.{error}") from error
-    kinds = decoder_layers(config)
-    heads, layers = kinds.heads, len(kinds.full)
-    full = table["full_kv_heads_per_layer"]
-    if not _are_counts(full, heads) or len(full) != layers:
-        raise UserError(
-            f"{where}: hybrid_attention.full_kv_heads_per_layer must hold {layers} "
-            f"numbers from 0 to {heads}, one for each layer with full attention, found "
-            f"{full!r:.500}"
-        )
-    sliding = table["swa_kv_heads_per_layer"] if several else [[heads - count] for count in full]
-    if (
-        not isinstance(sliding, list)
-        or len(sliding) != layers
-        or not all(_are_counts(row, heads) and len(row) == len(menu) for row in sliding)
-        or any(count + sum(row) != heads for count, row in zip(full, sliding, strict=True))
-    ):
-        raise UserError(
-            f"{where}: hybrid_attention.swa_kv_heads_per_layer must hold {len(menu)} numbers, one "
-            f"for each window, for each of {layers} layers, which with its full heads make {heads}"
-            f", found {sliding!r:.500}"
-        )
-    return [
-        {None: count, **dict(zip(menu, row[::-1], strict=True))}
-        for count, row in zip(full, sliding, strict=True)
-    ]
+    """How many heads of each layer are full (None) and have each window, the widest first."""
+    rows = head_windows(config)
+    menu = {window for row in rows for window in row if window is not None}
+    kinds = (None, *sorted(menu, key=lambda window: -window.size))
+    return [{kind: row.count(kind) for kind in kinds} for row in rows]
 
 
-def _are_counts(value: Any, limit: int) -> bool:
-    """Whether `value` is a list of integers from 0 to `limit`."""
-    return isinstance(value, list) and all(type(n) is int and 0 <= n <= limit for n in value)
+def head_counts(rows: Sequence[Mapping[Window | None, int]]) -> dict[str, Any]:
+    """Windows, sinks and numbers of heads by layer, for records of a model.
+
+    `window_size` with one window, None without; with several the ascending `window_sizes`, and for
+    each layer how many heads have each of them.
+    """
+    rising = [window for window in rows[0] if window is not None][::-1]
+    several, sizes = len(rising) > 1, [window.size for window in rising] or [None]
+    table: dict[str, Any] = {"window_sizes": sizes} if several else {"window_size": sizes[0]}
+    table |= {"sinks": rising[0].sinks if rising else 0}
+    table |= {"full_kv_heads_per_layer": [row[None] for row in rows]}
+    if several:
+        table["swa_kv_heads_per_layer"] = [[row[window] for window in rising] for row in rows]
+    return table

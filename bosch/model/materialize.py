@@ -62,8 +62,8 @@ def materialize(model: Any, mask: HeadMask, windows: Windows, *, take_weights: b
     """
     family_of(model.config)  # reported before a mask that does not fit
     check_fit(model.config, mask, windows)
-    rows = mask.heads_per_layer(windows)
-    return _hybrid(model, head_table(rows), mask.head_order(), take_weights)
+    table = head_table(mask.windows_per_layer(windows))
+    return _hybrid(model, table, mask.head_order(), take_weights)
 
 
 def _hybrid(model: Any, table: dict[str, Any], order: HeadOrder, take_weights: bool) -> Any:

@@ -16,7 +16,7 @@ from bosch.heads import HeadMask, HeadMaskFile
 from bosch.model.cache import state_bytes
 from bosch.model.cache_size import CacheSize
 from bosch.model.families import decoder_layers, family_of, max_positions, text_config
-from bosch.model.head_table import head_table
+from bosch.model.head_table import head_counts
 from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
 from bosch.model.search_mode import check_mask, head_mask, mask_shape
@@ -174,7 +174,7 @@ def _memory(base: Any, file: HeadMaskFile) -> dict[str, Any]:
     return {
         "parameters": sum(p.numel() for p in base.parameters()),
         "swa_ratio": file.mask.swa_ratio,
-        **head_table(rows),
+        **head_counts(rows),
         "kv_cache_bytes_per_token_before": size.original_per_token,
         "kv_cache_bytes_per_token_after": size.per_token,
         "sliding_bytes_constant": size.sliding_bytes,

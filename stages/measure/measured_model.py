@@ -23,7 +23,7 @@ from bosch.heads import HeadMask
 from bosch.model.cache import HybridCache
 from bosch.model.configuration import is_hybrid
 from bosch.model.families import decoder_layers
-from bosch.model.head_table import head_table, heads_by_window
+from bosch.model.head_table import head_counts, head_table, heads_by_window
 from bosch.model.interface import NAME, attention_modules, head_state
 from bosch.model.loading import auto_class, full_attention_config, load_config, load_model
 from bosch.model.search_mode import apply_head_mask, prepare_for_search
@@ -102,7 +102,7 @@ def _own_layout(config: Any, heads: int, settings: MeasureSettings) -> list[Vari
             "--ratios: the model is a hybrid and is measured with its own head mask; leave the "
             "option out or name the original model"
         )
-    table = head_table(heads_by_window(config))
+    table = head_counts(heads_by_window(config))
     counts, sinks = tuple(table["full_kv_heads_per_layer"]), table["sinks"]
     if "window_sizes" not in table:
         sizes = settings.windows or (table["window_size"],)
@@ -173,7 +173,8 @@ def build_model(
         return _original(_load(original or path, config, settings), settings)
     rows = variant.kv_heads(decoder_layers(config).heads)
     if is_hybrid(config):
-        config.hybrid_attention = head_table(rows)
+        windows = [[w for w, count in row.items() for _ in range(count)] for row in rows]
+        config.hybrid_attention = head_table(windows)
         model = _load(path, config, settings)
     else:
         model = _load(path, config, settings)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from bosch.budget import share_of
 from bosch.model.context_parallel import ContextParallel
 from bosch.model.families import decoder_layers
-from bosch.model.head_table import head_table, heads_by_window
+from bosch.model.head_table import head_table
 from bosch.model.loading import load_config, load_model
 from bosch.objective.answers import scaled_logits
 from stages.context import ModelConfig, Runtime
@@ -42,9 +42,7 @@ def load_teacher(
     """
     config = load_config(str(model_dir), trust_remote_code=model.trust_remote_code)
     kinds = decoder_layers(config)
-    config.hybrid_attention = head_table(
-        [dict.fromkeys(row, 0) | {None: kinds.heads} for row in heads_by_window(config)]
-    )
+    config.hybrid_attention = head_table([[None] * kinds.heads for _ in kinds.full])
     teacher = load_model(
         model_dir,
         dtype=torch.bfloat16 if train.mixed_precision == "bf16" else torch.float32,

@@ -279,14 +279,14 @@ def test_gradients_equal_those_of_transformers(
 def test_faults_are_one_sentence(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
-    config["hybrid_attention"]["full_kv_heads_per_layer"][0] = 99
+    config["hybrid_attention"]["windows"][0].append(7)
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     done = subprocess.run(
         [*COMMAND, "generate", "--model", str(tmp_path / "model"), "--prompt", "x"],
         cwd=ROOT, capture_output=True, text=True, timeout=_PATIENCE_SECONDS, check=False,
     )  # fmt: skip
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "hybrid_attention.full_kv_heads_per_layer" in done.stderr.splitlines()[-1]
+    assert "hybrid_attention is damaged" in done.stderr.splitlines()[-1]
 
 
 def test_a_draft_model_is_refused(folder: Path) -> None:

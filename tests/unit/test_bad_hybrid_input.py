@@ -81,40 +81,23 @@ def test_a_window_larger_than_any_sequence_is_refused(base: Any) -> None:
         use(base, random_mask(), Window(400, 111))
 
 
-_SEVERAL = {
-    "window_sizes": [WINDOW, WINDOW + 2], "sinks": 0, "full_kv_heads_per_layer": [1, 2, 3],
-    "swa_kv_heads_per_layer": [[2, 1], [1, 1], [0, 1]],
-}  # fmt: skip
-_LAYOUT = {"window_size": WINDOW, "sinks": 0, "full_kv_heads_per_layer": [1, 2, 3]}
+_ROWS = [[0, 7, 7, 9], [0, 0, 7, 9], [0, 0, 0, 7]]
 
 
 @pytest.mark.parametrize(
     ("layout", "named"),
     [
-        ("gone", "hybrid_attention must hold"),
-        (None, "hybrid_attention must hold"),
-        ({"window_size": WINDOW, "sinks": 0}, "full_kv_heads_per_layer"),
-        (_LAYOUT | {"window_size": 0}, "window_size must be an integer of at least 1"),
-        (_LAYOUT | {"window_size": "7"}, "found '7'"),
-        (_LAYOUT | {"sinks": -1}, "sinks"),
-        (_LAYOUT | {"full_kv_heads_per_layer": [1, 2]}, "3 numbers from 0 to 4"),
-        (_LAYOUT | {"full_kv_heads_per_layer": [1, 2, 3, 0]}, "3 numbers from 0 to 4"),
-        (_LAYOUT | {"full_kv_heads_per_layer": [1, 2, 5]}, "3 numbers from 0 to 4"),
-        (_LAYOUT | {"full_kv_heads_per_layer": [1, 2, -1]}, "3 numbers from 0 to 4"),
-        (_LAYOUT | {"full_kv_heads_per_layer": [1, 2, 3.0]}, "3 numbers from 0 to 4"),
-        (_LAYOUT | {"full_kv_heads_per_layer": "123"}, "3 numbers from 0 to 4"),
-        (
-            _SEVERAL | {"window_sizes": [9, WINDOW]},
-            "window_sizes must be in ascending order without repeats",
-        ),
-        (_SEVERAL | {"window_sizes": [WINDOW, "9"]}, "window_size must be an integer"),
-        (_SEVERAL | {"window_sizes": WINDOW}, "window_sizes must be a list"),
-        ({**_SEVERAL, "swa_kv_heads_per_layer": None}, "2 numbers, one for each window"),
-        (_SEVERAL | {"swa_kv_heads_per_layer": [[2, 1], [1, 1], [1]]}, "2 numbers, one for each"),
-        (_SEVERAL | {"swa_kv_heads_per_layer": [[2, 1], [1, 1]]}, "2 numbers, one for each"),
-        (_SEVERAL | {"swa_kv_heads_per_layer": [[4, -1], [1, 1], [0, 1]]}, "2 numbers, one for"),
-        (_SEVERAL | {"full_kv_heads_per_layer": [2, 2, 3]}, "which with its full heads make 4"),
-        (_LAYOUT | {"window_sizes": [WINDOW, 9]}, "must hold full_kv_heads_per_layer, sinks, swa"),
+        ("gone", "hybrid_attention is damaged"),
+        (None, "hybrid_attention is damaged"),
+        ({"windows": _ROWS}, "'sinks'"),
+        ({"windows": _ROWS, "sinks": -1}, "sinks"),
+        ({"windows": [[0, -1, 0, 0], *_ROWS[1:]], "sinks": 0}, "integer of at least 1"),
+        ({"windows": [[0, "7", 0, 0], *_ROWS[1:]], "sinks": 0}, "found '7'"),
+        ({"windows": [[0, 7.0, 0, 0], *_ROWS[1:]], "sinks": 0}, "found 7.0"),
+        ({"windows": _ROWS[:2], "sinks": 0}, "3 rows of 4 heads"),
+        ({"windows": [*_ROWS, [0] * 4], "sinks": 0}, "3 rows of 4 heads"),
+        ({"windows": [*_ROWS[:2], [0, 7]], "sinks": 0}, "3 rows of 4 heads"),
+        ({"windows": 7, "sinks": 0}, "'int' object is not iterable"),
     ],
 )
 def test_a_damaged_or_missing_layout_is_refused(folder: Path, layout: Any, named: str) -> None:

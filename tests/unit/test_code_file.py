@@ -163,7 +163,7 @@ def test_a_familys_own_class_refuses_instead_of_running_full_attention(tmp_path:
     """It does not know the hybrid model type, and by itself would only warn."""
     families = {f.model_type: f.base_model_class for f in map(FAMILIES.get, SAMPLE)}
     for name in families:
-        table = {"window_size": 7, "sinks": 0, "full_kv_heads_per_layer": [1, 2, 3]}
+        table = {"windows": [[0, 7, 7, 7], [0, 0, 7, 7], [0, 0, 0, 7]], "sinks": 0}
         content = {**small_config(name).to_dict(), "hybrid_attention": table}
         del content["model_type"]
         hybrid_config_class(FAMILIES[name])(**content).save_pretrained(tmp_path / name)
@@ -270,7 +270,7 @@ _LOAD = "print(type(AutoModelForCausalLM.from_pretrained(path)).__name__)"
 def test_importing_bosch_first_registers_the_models(hybrid_dir: Path) -> None:
     shown = run_python(
         f"import bosch; from transformers import AutoConfig; path = {str(hybrid_dir)!r}\n"
-        "print(AutoConfig.from_pretrained(path).hybrid_attention['window_size'])\n"
+        "print(AutoConfig.from_pretrained(path).hybrid_attention['windows'][0])\n"
         f"from transformers import AutoModelForCausalLM; {_LOAD}\n"
         "import sys; other = 'transformers.models.llama.modeling_llama'\n"
         "print('another family' if other in sys.modules else 'this family alone')"

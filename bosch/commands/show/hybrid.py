@@ -8,7 +8,7 @@ from bosch.errors import UserError
 from bosch.model.cache_size import CacheSize
 from bosch.model.configuration import is_hybrid
 from bosch.model.families import decoder_layers, text_config
-from bosch.model.head_table import head_table, heads_by_window
+from bosch.model.head_table import head_counts, heads_by_window
 from bosch.model.loading import load_config
 
 _LENGTHS = (1024, 8 * 1024, 32 * 1024, 128 * 1024)
@@ -25,7 +25,7 @@ def hybrid_record(model: str) -> dict[str, Any]:
     itemsize = max(getattr(config.dtype or text_config(config).dtype, "itemsize", 2), 2)
     # The bytes of states are known only after a forward pass.
     size = CacheSize.of(rows, kinds, itemsize, state_bytes=0)
-    table = head_table(rows)
+    table = head_counts(rows)
     for name, values in table.items():
         if name.endswith("_per_layer"):
             table[name] = dict(zip(map(str, kinds.full), values, strict=True))
