@@ -4,6 +4,7 @@
 # errors.
 #
 #   launch/test.sh [pytest options]
+#   launch/test.sh full [pytest options]      for all families of models, not only for eight
 #   launch/test.sh oldest [pytest options]    with the lowest versions that pyproject.toml admits
 #   launch/test.sh newest [pytest options]    with the highest versions
 #   launch/test.sh vllm [pytest options]      only the tests that serve models with vLLM
@@ -21,6 +22,7 @@ case "${1:-}" in
         exec ".venv-$engine/bin/python" -m pytest -q "tests/$engine" "$@"
         ;;
     oldest | newest) versions=$1; shift ;;
+    full) export BOSCH_TESTS=full; shift ;;
 esac
 launch/setup.sh test $versions
 bin="$root/.venv${versions:+-$versions}/bin"

@@ -186,29 +186,19 @@ _VISION = {
     "head_dim": 8, "num_key_value_heads": 2, "global_head_dim": 8,
 }  # fmt: skip
 FAMILY_NAMES = tuple(name for name in _EXTRA if FAMILIES[name].is_installed)
-PARTLY_SLIDING = tuple(name for name, extra in _EXTRA.items() if extra.get("sliding_window"))
+# Families of each kind: dense, fused, with experts, with images, with sinks of their own, with layers
+# that slide or hold a state of fixed size. `launch/test.sh full` tests all.
+_EIGHT = ("qwen3", "llama", "gemma3", "gpt_oss", "qwen3_moe", "phi3", "olmo3", "qwen3_next")
+ALL_FAMILIES = os.environ.get("BOSCH_TESTS") == "full"
+TESTED = FAMILY_NAMES if ALL_FAMILIES else _EIGHT
+PARTLY_SLIDING = tuple(name for name in TESTED if _EXTRA[name].get("sliding_window"))
 # Only full attention in every layer, so that the number of layers may change.
 PLAIN = tuple(
     name
-    for name, extra in _EXTRA.items()
+    for name in TESTED
     if name not in _TEXT
-    and not any(key.startswith(("layer", "attn_layer", "mamba")) for key in extra)
+    and not any(key.startswith(("layer", "attn_layer", "mamba")) for key in _EXTRA[name])
 )
-# Some families whose layers slide in the original, hold other states, or belong to a model with
-# images.
-OTHER_LAYERS = (
-    "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3", "afmoe", "qwen3_next",
-    "qwen3_5_text", "nemotron_h", "falcon_h1", "lfm2", "gemma3", "qwen3_vl",
-)  # fmt: skip
-# Families whose attention, masks and caches equal those of another one here.
-LIKE_ANOTHER = frozenset((
-    "aria_text", "bamba", "beam", "biogpt", "cohere2_moe", "cwm", "dots1", "exaone_moe", "flint",
-    "gemma4_unified_text", "granite_swa", "granitemoe_swa", "hy_v3", "hyperclovax", "jamba",
-    "kolibri1", "lara_mini", "lfm2_moe", "mellum", "nanochat", "persimmon", "qwen2_vl",
-    "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_vl_moe", "vaultgemma",
-))  # fmt: skip
-ALL_FAMILIES = "BOSCH_ALL_FAMILIES" in os.environ
-SAMPLE = tuple(name for name in FAMILY_NAMES if ALL_FAMILIES or name not in LIKE_ANOTHER)
 
 
 def small_config(family: str = "qwen3", **changes: Any) -> Any:

@@ -27,7 +27,7 @@ from bosch.model.materialize import materialize
 from bosch.model.search_mode import mask_shape
 from bosch.window import Window
 from tests.elsewhere import ROOT, run_elsewhere, run_python
-from tests.hybrid_case import SAMPLE, mask_of, small_config, small_model, tokens
+from tests.hybrid_case import TESTED, mask_of, small_config, small_model, tokens
 
 WINDOW, SINKS = 7, 2
 LENGTH, NEW = 40, 10
@@ -161,7 +161,7 @@ for name, class_name in json.load(open("families.json")).items():
 
 def test_a_familys_own_class_refuses_instead_of_running_full_attention(tmp_path: Path) -> None:
     """It does not know the hybrid model type, and by itself would only warn."""
-    families = {f.model_type: f.base_model_class for f in map(FAMILIES.get, SAMPLE)}
+    families = {f.model_type: f.base_model_class for f in map(FAMILIES.get, TESTED)}
     for name in families:
         table = {"windows": [[0, 7, 7, 7], [0, 0, 7, 7], [0, 0, 0, 7]], "sinks": 0}
         content = {**small_config(name).to_dict(), "hybrid_attention": table}
@@ -169,7 +169,7 @@ def test_a_familys_own_class_refuses_instead_of_running_full_attention(tmp_path:
         hybrid_config_class(FAMILIES[name])(**content).save_pretrained(tmp_path / name)
     (tmp_path / "families.json").write_text(json.dumps(families))
     cache = tmp_path / "cache"
-    code = _BY_CLASS.replace("FILE", f"{SAMPLE[0]}/modeling_hybrid.py")
+    code = _BY_CLASS.replace("FILE", f"{TESTED[0]}/modeling_hybrid.py")
     bosch_comes = f"del sys.meta_path[0]; sys.path.insert(0, {str(ROOT)!r})\nimport bosch\n"
     result = run_elsewhere(code + bosch_comes + code, tmp_path, cache=cache)
     assert result == [[name, True] for name in families for _ in range(4)] * 2

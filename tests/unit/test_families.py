@@ -35,11 +35,9 @@ from bosch.objective.flops import Flops
 from bosch.objective.objective import Objective
 from bosch.window import Window
 from tests.hybrid_case import (
-    ALL_FAMILIES,
     FAMILY_NAMES,
     LAYERS,
-    OTHER_LAYERS,
-    SAMPLE,
+    TESTED,
     logits_of,
     mask_of,
     small_config,
@@ -62,8 +60,7 @@ def test_every_family_is_tested() -> None:
     assert set(FAMILY_NAMES) == whole & CONFIG_MAPPING_NAMES.keys()
 
 
-# With `BOSCH_ALL_FAMILIES=1` this file also tests those that differ from another only in names.
-@pytest.mark.parametrize("family", SAMPLE)
+@pytest.mark.parametrize("family", TESTED)
 def test_search_oracle_deploy_and_saved_model_agree(family: str, tmp_path: Path) -> None:
     """Every other family with sinks, every other two with three windows."""
     model, ids = small_model(family), tokens(2, 40)
@@ -110,7 +107,7 @@ def test_search_oracle_deploy_and_saved_model_agree(family: str, tmp_path: Path)
     assert torch.equal(_greedy(hybrid, ids), text) and torch.equal(_greedy(loaded, ids), text)
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", TESTED)
 def test_planned_sizes_are_those_of_the_model(family: str) -> None:
     """All parameters, active ones and maps of each layer, in `plan` and in a built model."""
     model = small_model(family)
@@ -184,7 +181,7 @@ def test_layers_that_differ_have_the_sizes_of_the_largest() -> None:
     ) - sum(p.numel() for n, p in model.model.layers.named_parameters() if p.ndim == 1)
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", TESTED)
 def test_permuting_heads_alone_keeps_the_function(family: str) -> None:
     model, ids = small_model(family), tokens(2, 30)
     before = logits_of(model, ids)
@@ -203,7 +200,7 @@ def test_permuting_heads_alone_keeps_the_function(family: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", SAMPLE)
+@pytest.mark.parametrize("family", TESTED)
 def test_a_search_scores_a_mask_as_plain_passes_do(family: str) -> None:
     """In the last layer, of any kind, the objective computes only the positions of the answers."""
     model = small_model(family)
@@ -221,7 +218,7 @@ def test_a_search_scores_a_mask_as_plain_passes_do(family: str) -> None:
     assert found == pytest.approx(total / len(records), rel=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", TESTED)
 def test_packed_documents_are_separated_or_refused(family: str) -> None:
     """Families whose layers mix documents, or whose masks ignore position_ids, refuse them."""
     model, ids, border = small_model(family), tokens(1, 24), 14
@@ -241,7 +238,7 @@ def test_packed_documents_are_separated_or_refused(family: str) -> None:
             hybrid(input_ids=ids, position_ids=positions, use_cache=False)
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES if ALL_FAMILIES else OTHER_LAYERS)
+@pytest.mark.parametrize("family", TESTED)
 def test_caches_hold_the_bytes_of_the_formula(family: str) -> None:
     """Including windows of the original's layers and states of fixed size; dynamic and static."""
     model, ids = small_model(family), tokens(2, 20)
@@ -272,7 +269,7 @@ def _refusal(check: Callable[[], None]) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", TESTED)
 def test_config_json_gives_the_same_layers_as_the_loaded_config(family: str) -> None:
     for config in (small_config(family), AutoConfig.for_model(family)):
         refusal = _refusal(lambda config=config: family_of(config))
@@ -331,19 +328,17 @@ def test_unsupported_families_are_refused_with_their_reason(model_type: str, rea
         family_of(AutoConfig.for_model(model_type))
 
 
-@pytest.mark.parametrize("model_type", sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *TEXT_ONLY}))
-def test_every_causal_model_of_transformers_is_supported_or_refused_with_a_reason(
-    model_type: str,
-) -> None:
-    if model_type in FAMILIES and not FAMILIES[model_type].is_part:
-        assert model_type in FAMILY_NAMES  # and so equal to its oracle, by the tests above
-        return
-    try:
-        config = AutoConfig.for_model(model_type)
-    except (StrictDataclassError, ValueError, AttributeError):  # has no defaults that fit together
-        config = type("Config", (), {"model_type": model_type})()
-    refusal = _refusal(lambda: family_of(config))
-    assert refusal is not None and _GENERIC not in refusal
+def test_every_causal_model_of_transformers_is_supported_or_refused_with_a_reason() -> None:
+    for model_type in sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *TEXT_ONLY}):
+        if model_type in FAMILIES and not FAMILIES[model_type].is_part:
+            assert model_type in FAMILY_NAMES  # and so equal to its oracle, by the tests above
+            continue
+        try:
+            config = AutoConfig.for_model(model_type)
+        except (StrictDataclassError, ValueError, AttributeError):  # its defaults do not fit
+            config = type("Config", (), {"model_type": model_type})()
+        refusal = _refusal(lambda config=config: family_of(config))
+        assert refusal is not None and _GENERIC not in refusal, model_type
 
 
 def test_an_older_transformers_refuses_only_the_families_it_lacks(

@@ -33,8 +33,7 @@ from tests.attention_case import by_rows
 from tests.hybrid_case import (
     KV_HEADS,
     LAYERS,
-    OTHER_LAYERS,
-    PLAIN,
+    TESTED,
     mask_of,
     random_mask,
     small_model,
@@ -119,7 +118,7 @@ def test_pairs_of_a_sliding_head_are_those_its_kernel_computes(window, sinks):
         assert counter.total == 4 * 16 * 2 * pairs
 
 
-@pytest.mark.parametrize("family", [*PLAIN, *OTHER_LAYERS])
+@pytest.mark.parametrize("family", TESTED)
 def test_a_mask_is_scored_by_definition_in_the_operations_that_torch_counts(family):
     model, window = small_model(family), Window(WINDOW, 2 * (family == "qwen3"))
     layers = mask_shape(model.config)[0]
