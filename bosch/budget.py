@@ -31,8 +31,9 @@ def check_granularity(num_layers: int, num_heads: int, swa_ratio: float, granula
     """Raise UserError unless `granularity` divides the heads of a layer and the budget."""
     if num_heads % granularity:
         raise UserError(
-            f"search.head_granularity: {num_heads} KV heads per layer are no multiple of "
-            f"{granularity}; choose a divisor of {num_heads}"
+            f"{num_heads} KV heads per layer are no multiple of {granularity}; choose a divisor of "
+            f"{num_heads}",
+            "search.head_granularity",
         )
     heads = num_layers * num_heads
     budget = swa_budget(heads, swa_ratio)
@@ -41,8 +42,9 @@ def check_granularity(num_layers: int, num_heads: int, swa_ratio: float, granula
     below = budget // granularity * granularity
     nearest_ratios = [_ratio(n, heads) for n in (below, below + granularity) if n]
     raise UserError(
-        f"search.swa_ratio: {swa_ratio:g} means {budget} sliding heads of {heads}, which is no "
-        f"multiple of search.head_granularity = {granularity}; choose {' or '.join(nearest_ratios)}"
+        f"{swa_ratio:g} means {budget} sliding heads of {heads}, which is no multiple of "
+        f"search.head_granularity = {granularity}; choose {' or '.join(nearest_ratios)}",
+        "search.swa_ratio",
     )
 
 

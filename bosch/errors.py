@@ -22,7 +22,11 @@ class _Message(Exception):
 
 
 class UserError(_Message):
-    """The user's input is at fault: one message with file and dotted path; exit status 2."""
+    """The user's input is at fault: a message, and the dotted path of the field if it is known."""
+
+    def __init__(self, text: str, path: str = "") -> None:
+        super().__init__(f"{path}: {text}" if path else text)
+        self.text, self.path = text, path
 
 
 class RunError(_Message):

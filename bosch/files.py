@@ -174,16 +174,15 @@ def load_json(path: str | os.PathLike[str]) -> Any:
         raise ValueError("nested too deeply") from None
 
 
-def load_user_json(path: str | os.PathLike[str], advice: str, field: str = "") -> Any:
-    """JSON that a user names in `field`; UserError with `advice` if it is missing or damaged."""
+def load_user_json(path: str | os.PathLike[str], advice: str) -> Any:
+    """JSON that a user names; UserError with `advice` if it is missing or damaged."""
     try:
         return load_json(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        where = f"{field}: {path}" if field else str(path)
         if isinstance(error, FileNotFoundError):
-            raise UserError(f"{where}: there is no such file; {advice}") from None
-        raise UserError(f"{where} cannot be read as JSON ({reason}); {advice}") from None
+            raise UserError(f"{path}: there is no such file; {advice}") from None
+        raise UserError(f"{path} cannot be read as JSON ({reason}); {advice}") from None
 
 
 def read_regular(path: str | os.PathLike[str]) -> bytes:

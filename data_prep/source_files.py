@@ -16,7 +16,7 @@ def files_of(where: str, pattern: str, suffixes: tuple[str, ...] = ("",)) -> lis
     """Files named by `pattern` (a file, a folder with all below it, or a glob), in order.
 
     In a folder only files that end with one of `suffixes` and are not hidden count. Raises
-    UserError when there is no such file; the message begins with `where`.
+    UserError when there is no such file, with `where` as its path.
     """
     path = Path(pattern).expanduser()
     if path.is_file():
@@ -26,14 +26,14 @@ def files_of(where: str, pattern: str, suffixes: tuple[str, ...] = ("",)) -> lis
         if not files:
             plain = [suffix for suffix in suffixes if suffix.count(".") == 1]
             expected = " or ".join(plain) or "file"
-            raise UserError(f"{where}: the folder {pattern} holds no {expected}")
+            raise UserError(f"the folder {pattern} holds no {expected}", where)
         return files
     matches = map(Path, glob.glob(str(path), recursive=True))
     files = sorted(match for match in matches if not match.is_dir())
     for file in files:
         _require_file(file)
     if not files:
-        raise UserError(f"{where}: {pattern} names no file; expected a file, a folder or a glob")
+        raise UserError(f"{pattern} names no file; expected a file, a folder or a glob", where)
     return files
 
 

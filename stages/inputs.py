@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 from bosch.errors import UserError
 from bosch.files import canonical_json
 from data_prep.source_files import files_below
+from stages.faults import Fault
 from stages.fields import Section
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -43,13 +44,13 @@ class Input:
 
     `identity(section, path, hasher)` is the path's JSON value in the stage's key: a hash of the
     content, or of the default if the path is None; None leaves the field out.
-    `check(where, section, path)` raises UserError for an invalid path; `where` is the dotted path.
+    `check(section, path)` raises UserError for an invalid path.
     `is_name(section, text, root)`: whether the text is a name on the hub, which is not resolved.
     `is_pattern`: whether the path may be a glob.
     """
 
     identity: Callable[[Any, str | None, Hasher], Any] | None = None
-    check: Callable[[str, Any, str], None] | None = None
+    check: Callable[[Any, str], None] | None = None
     is_name: Callable[[Any, str, Path], bool] | None = None
     is_pattern: bool = False
 
@@ -119,19 +120,20 @@ def section_identity(section: Section, hasher: Hasher) -> tuple[dict[str, Any], 
     return config, inputs
 
 
-def input_faults(key: str, section: Section) -> Iterator[str]:
-    """A message for each fault of the paths of the section under a recipe's `key`."""
+def input_faults(key: str, section: Section) -> Iterator[Fault]:
+    """The faults of the paths of the section under a recipe's `key`."""
     for place, owner in _sections(section):
         for name, path in owner:
             annotation = _annotation(owner, name)
             if annotation is None or annotation.check is None or path is None:
                 continue
+            where = ".".join(map(str, (key, *place, name)))
             try:
-                annotation.check(".".join(map(str, (key, *place, name))), owner, path)
-            except UserError as fault:
-                yield str(fault)
+                annotation.check(owner, path)
+            except UserError as error:
+                yield Fault.of(error, where)
             except OSError as error:
-                yield f"{error.filename}: cannot be read: {error.strerror}"
+                yield Fault(where, f"{error.filename} cannot be read: {error.strerror}")
 
 
 def _annotation(section: Section, name: str) -> Input | None:
@@ -184,11 +186,11 @@ def python_identity() -> dict[str, Any]:
     return {"python": f"{platform.python_implementation()} {platform.python_version()}"}
 
 
-def _check_folder(where: str, section: Section, folder: str) -> None:
+def _check_folder(section: Section, folder: str) -> None:
     if not Path(folder).is_dir():
-        raise UserError(f"{where}: there is no folder {folder}")
+        raise UserError(f"there is no folder {folder}")
     if not any(file.stat().st_size for file in files_below(Path(folder))):
-        raise UserError(f"{where}: {folder} holds no text")
+        raise UserError(f"{folder} holds no text")
 
 
 def prose(default: Callable[[], dict[str, Any]] = python_identity) -> Input:

@@ -19,6 +19,7 @@ from pydantic import AfterValidator, Field, create_model
 
 from bosch.model.stored_config import StoredConfig
 from stages.context import ModelConfig, Runtime
+from stages.faults import Fault
 from stages.fields import Section
 from stages.published import TENSORBOARD, Summary
 
@@ -129,8 +130,8 @@ class Stage(Generic[OwnSection]):
     `completed` fills in defaults of its section that depend on the rest of the recipe.
 
     If the recipe has the section, `checks` yields conflicts between fields of the recipe, and
-    `missing` yields missing packages and files other than the section's inputs: messages that begin
-    with a dotted path. `slow_checks` names a similar function that only `validate` calls.
+    `missing` yields missing packages and files other than the section's inputs. `slow_checks` names
+    a similar function that only `validate` calls.
 
     `cost` names the function of (recipe, devices) with the cost that `plan` prints.
     """
@@ -148,8 +149,8 @@ class Stage(Generic[OwnSection]):
     distributed: bool = False
     processes: Callable[[LoadedRecipe], int] = lambda loaded: loaded.world.processes_per_node
     completed: Callable[[OwnSection, Recipe], OwnSection] = lambda section, recipe: section
-    checks: Callable[[LoadedRecipe], Iterator[str]] = lambda loaded: iter(())
-    missing: Callable[[LoadedRecipe], Iterator[str]] = lambda loaded: iter(())
+    checks: Callable[[LoadedRecipe], Iterator[Fault]] = lambda loaded: iter(())
+    missing: Callable[[LoadedRecipe], Iterator[Fault]] = lambda loaded: iter(())
     slow_checks: str = ""
     cost: str = ""
 
@@ -202,7 +203,7 @@ class LoadedRecipe:
         return Path(self.recipe.runtime.output_root)
 
 
-def position_faults(loaded: LoadedRecipe, path: str, length: int) -> Iterator[str]:
+def position_faults(loaded: LoadedRecipe, path: str, length: int) -> Iterator[Fault]:
     """A fault if sequences of the length at `path` are too long for the model."""
     if loaded.positions is not None and length > loaded.positions:
-        yield f"{path}: {length:,} is more than the model's {loaded.positions:,} positions"
+        yield Fault(path, f"{length:,} is more than the model's {loaded.positions:,} positions")

@@ -186,8 +186,8 @@ _VISION = {
     "head_dim": 8, "num_key_value_heads": 2, "global_head_dim": 8,
 }  # fmt: skip
 FAMILY_NAMES = tuple(name for name in _EXTRA if FAMILIES[name].is_installed)
-# Families of each kind: dense, fused, with experts, with images, with sinks of their own, with layers
-# that slide or hold a state of fixed size. `launch/test.sh full` tests all.
+# Families of each kind: dense, fused, with experts, with images, with sink logits, with layers that
+# slide or hold a state of fixed size. `launch/test.sh full` tests all.
 _EIGHT = ("qwen3", "llama", "gemma3", "gpt_oss", "qwen3_moe", "phi3", "olmo3", "qwen3_next")
 ALL_FAMILIES = os.environ.get("BOSCH_TESTS") == "full"
 TESTED = FAMILY_NAMES if ALL_FAMILIES else _EIGHT

@@ -251,7 +251,7 @@ def text_config(config: Any) -> Any:
     else:
         text = getattr(config, "text_config", None) or config
     if not hasattr(text, "model_type"):
-        where = getattr(config, "name_or_path", None) or "model.path: config.json"
+        where = getattr(config, "name_or_path", None) or "config.json"
         raise UserError(f"{where}: its text decoder is {text!r:.60}, no configuration of a model")
     return text
 
@@ -352,20 +352,18 @@ def family_of(config: Any) -> Family:
     reason = _reason(config)
     if reason:
         raise UserError(
-            f"model.path: models of type '{model_type}' are not supported: {reason}; supported are "
+            f"models of type '{model_type}' are not supported: {reason}; supported are "
             + ", ".join(sorted(name for name, other in FAMILIES.items() if not other.is_part))
         )
     layers = decoder_layers(config)
     if layers.windows and len(layers.windows) == layers.count:
         raise UserError(
-            f"model.path: the model has a sliding window of its own ({layers.windows[0]} tokens) "
+            f"the model has a sliding window of its own ({layers.windows[0]} tokens) "
             "in every layer, so its heads are not full attention; set sliding_window to null in "
             "its config.json to start from full attention"
         )
     if not layers.full:
-        raise UserError(
-            f"model.path: no layer of this model of type '{model_type}' has full attention"
-        )
+        raise UserError(f"no layer of this model of type '{model_type}' has full attention")
     return FAMILIES[model_type]
 
 

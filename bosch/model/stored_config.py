@@ -37,9 +37,7 @@ class StoredConfig:
         if value is None and default is not None:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**40:
-            raise UserError(
-                f"model.path: config.json has {name} = {value!r:.60}; expected a positive integer"
-            )
+            raise UserError(f"config.json has {name} = {value!r:.60}; expected a positive integer")
         return value
 
     @property
@@ -72,8 +70,7 @@ class StoredConfig:
         kv_heads = self.number("num_key_value_heads", heads)
         if heads % kv_heads:
             raise UserError(
-                f"model.path: config.json has {heads} attention heads, "
-                f"no multiple of its {kv_heads} KV heads"
+                f"config.json has {heads} attention heads, no multiple of its {kv_heads} KV heads"
             )
 
     @cached_property
@@ -102,7 +99,7 @@ class StoredConfig:
         except Exception as error:  # each configuration class raises its own errors
             reason = " ".join(str(error).split())
             raise UserError(
-                f"model.path: transformers cannot read config.json as one of type "
+                f"transformers cannot read config.json as one of type "
                 f"'{self._model_type}' ({type(error).__name__}: {reason:.200})"
             ) from error
         families.drop_idle_window(config)
@@ -169,6 +166,4 @@ def _wrong_types() -> Iterator[None]:
         yield
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
         reason = " ".join(str(error).split())
-        raise UserError(
-            f"model.path: config.json holds a value of a wrong type ({reason})"
-        ) from None
+        raise UserError(f"config.json holds a value of a wrong type ({reason})") from None

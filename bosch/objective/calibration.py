@@ -15,7 +15,6 @@ from bosch.errors import UserError
 from bosch.files import read_regular
 
 # An id of six digits takes eight bytes with comma and blank; the rest is for other fields.
-MAX_TOKENS = 120_000_000
 # A gradient is taken over one of at most this many parts of the set, in turn.
 PARTS = 8
 

@@ -18,7 +18,7 @@ def given_mask(scorer: Any, settings: SearchSettings) -> HeadMask:
     """
     path = settings.mask
     if not path:
-        raise UserError("search.mask: method given reads the head mask from a file; name one")
+        raise UserError("method given takes the head mask from a file; name one", "search.mask")
     file = HeadMaskFile.load(path)
     shape = scorer.num_layers, scorer.num_key_value_heads
     if file.mask.is_full.shape != shape:
@@ -30,8 +30,9 @@ def given_mask(scorer: Any, settings: SearchSettings) -> HeadMask:
     budget = swa_budget(shape[0] * shape[1], settings.swa_ratio)
     if sliding != budget:
         raise UserError(
-            f"search.swa_ratio: {settings.swa_ratio:g} means {budget} sliding heads, {path} has "
-            f"{sliding}; set it to {file.mask.swa_ratio:.6g}"
+            f"{settings.swa_ratio:g} means {budget} sliding heads, {path} has {sliding}; set it to "
+            f"{file.mask.swa_ratio:.6g}",
+            "search.swa_ratio",
         )
     menu = window_menu(getattr(scorer, "windows", file.windows))
     if menu != file.windows:
@@ -39,14 +40,16 @@ def given_mask(scorer: Any, settings: SearchSettings) -> HeadMask:
         field = f"window_size: {sizes[0]}" if len(sizes) == 1 else f"windows: {sizes}"
         where = "window_size" if len(menu) == 1 else "windows"
         raise UserError(
-            f"search.{where}: the window is {windows_text(menu)}, {path} is a mask for "
-            f"{windows_text(file.windows)}; set {field} and sinks: {file.sinks}"
+            f"the window is {windows_text(menu)}, {path} is a mask for "
+            f"{windows_text(file.windows)}; set {field} and sinks: {file.sinks}",
+            f"search.{where}",
         )
     granularity = settings.head_granularity
     for layer, full in enumerate(file.mask.full_kv_heads_per_layer):
         if full % granularity:
             raise UserError(
-                f"search.head_granularity: layer {layer} of {path} has {full} full KV heads, no "
-                f"multiple of {granularity}; leave the field out or choose another mask"
+                f"layer {layer} of {path} has {full} full KV heads, no multiple of {granularity}; "
+                "leave the field out or choose another mask",
+                "search.head_granularity",
             )
     return file.mask

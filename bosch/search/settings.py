@@ -43,8 +43,9 @@ class SearchSettings:
         """Raises UserError for values outside their range, and nomad_penalty without `strict`."""
         if self.solver == "nomad_penalty" and not self.strict:
             raise UserError(
-                "search.solver: nomad_penalty minimises the published loss, which only a strict "
-                "search has; set search.strict: true, or solver: nomad"
+                "nomad_penalty minimises the published loss, which only a strict search has; set "
+                "search.strict: true, or solver: nomad",
+                "search.solver",
             )
         if not 0.0 <= self.swa_ratio <= 1.0:
             raise UserError(

@@ -13,9 +13,10 @@ from pydantic import ValidationError
 
 from bosch.commands import Command, print_json, text_to_stderr
 from bosch.errors import UserError
-from pipeline.recipe.faults import sentences
+from pipeline.recipe.faults import field_faults
 from pipeline.recipe.load import listing
 from pipeline.run import log
+from stages.faults import Fault
 from stages.measure.stage import MeasureSettings
 
 COMMAND = Command("measure speed and memory of a model beside its hybrids", json=True)
@@ -77,10 +78,10 @@ def _settings(arguments: argparse.Namespace) -> MeasureSettings:
         # Values of the command line are text.
         return MeasureSettings.model_validate(values, strict=False)
     except ValidationError as error:
-        faults = []
-        for sentence in sentences(MeasureSettings, error):
-            path, _, text = sentence.partition(": ")
-            faults.append(f"{_option(path.partition('.')[0])}: {text}")
+        faults = [
+            Fault(_option(fault.path.partition(".")[0]), fault.text)
+            for fault in field_faults(MeasureSettings, error)
+        ]
         raise UserError(listing("measure", faults)) from None
 
 

@@ -19,7 +19,7 @@ from data_prep.documents.mds_index import INDEX
 from data_prep.documents.sources import KINDS, Source
 from data_prep.source_files import files_below
 from pipeline.commands.paths import typed_path
-from pipeline.recipe.load import ROOT, listing, load_recipe
+from pipeline.recipe.load import ROOT, load_recipe
 from pipeline.recipe.model_shape import read_model
 from pipeline.recipe.yaml_file import parse_yaml
 from stages.formats import format_length
@@ -110,8 +110,7 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"--output {file}: {file.absolute().parent} cannot be written to")
     info, faults = read_model(options.model, None, Path.cwd(), fetch=False, files=False)
     if faults:
-        faults = [fault.removeprefix("model.path: ") for fault in faults]
-        raise UserError(listing(options.model, faults))
+        raise UserError("\n".join(f"{options.model}: {fault.text}" for fault in faults))
     try:
         folder_name(file.stem)
     except ValueError as fault:
@@ -131,13 +130,11 @@ def run(options: argparse.Namespace) -> int:
     if source is not None and (unread := _unread(options.data, source)):
         print(f"--data {options.data}: files not read: {len(unread)}, like {unread[0]}")
     try:
-        faults = list(
-            call("stages.prepare.run:first_document_faults", load_recipe(file, fetch=False))
-        )
-    except UserError as fault:
-        faults = [str(fault)]
-    for text in faults:
-        print(f"before it can run: {text}")
+        written = load_recipe(file, fetch=False)
+        for text in call("stages.prepare.run:first_document_faults", written):
+            print(f"before it can run: {text}")
+    except UserError as error:
+        print(f"before it can run: {error}")
     return 0
 
 

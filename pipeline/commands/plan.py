@@ -123,7 +123,7 @@ def plan_record(
             for name, cost in plan_costs(loaded, devices).items()
         ],
         "kv_cache": list(_caches(loaded)),
-        "missing": list(missing_inputs(loaded)),
+        "missing": [str(fault) for fault in missing_inputs(loaded)],
     }
 
 

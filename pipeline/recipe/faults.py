@@ -1,4 +1,4 @@
-"""Turns pydantic's errors about a recipe into messages with dotted paths."""
+"""Turns pydantic's errors about a recipe into faults with dotted paths."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Union, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from stages.faults import Fault
 from stages.fields import Section
 
 _EXPECTED = {
@@ -35,9 +36,9 @@ _LIMITS = {
 }
 
 
-def sentences(model: type[Section], error: ValidationError) -> list[str]:
-    """One message for each place that `error` names; `model` is the type of the recipe."""
-    grouped: dict[str, list[tuple[ErrorDetails, type[Section] | None]]] = {}
+def field_faults(model: type[Section], error: ValidationError) -> list[Fault]:
+    """The fault of each place that `error` names; `model` is the type of the recipe."""
+    grouped: dict[tuple[str, ...], list[tuple[ErrorDetails, type[Section] | None]]] = {}
     for detail in error.errors():
         location = detail["loc"]
         if detail["type"] == "invalid_key":  # a numeric key of a mapping is not an index of a list
@@ -45,11 +46,11 @@ def sentences(model: type[Section], error: ValidationError) -> list[str]:
         path, owner = _walk(model, location)
         grouped.setdefault(path, []).append((detail, owner))
     return [
-        f"{path}: {_describe(path, details, model)}"
+        Fault(".".join(path), _describe(path, details, model))
         for path, details in grouped.items()
         # For a faulty item pydantic also reports the list: too short, or none of the allowed words.
         if details[0][0]["type"] not in ("too_short", "literal_error")
-        or not any(other.startswith(f"{path}.") for other in grouped)
+        or not any(other[: len(path)] == path != other for other in grouped)
     ]
 
 
@@ -82,8 +83,10 @@ def nested_section(annotation: Any) -> tuple[type[Section] | None, bool]:
     return None, False
 
 
-def _walk(model: type[Section], parts: tuple[int | str, ...]) -> tuple[str, type[Section] | None]:
-    """Dotted path of a location, without pydantic's tags and `[key]`, and the section around it."""
+def _walk(
+    model: type[Section], parts: tuple[int | str, ...]
+) -> tuple[tuple[str, ...], type[Section] | None]:
+    """Keys to a location, without pydantic's tags and `[key]`, and the section around it."""
     path: list[str] = []
     owner: type[Section] | None = model
     holder, is_key = owner, False
@@ -97,11 +100,13 @@ def _walk(model: type[Section], parts: tuple[int | str, ...]) -> tuple[str, type
             field = owner.model_fields.get(name)
             owner = nested_section(field.annotation)[0] if field else None
             is_key = field is not None and get_origin(field.annotation) is dict
-    return ".".join(path), holder
+    return tuple(path), holder
 
 
 def _describe(
-    path: str, details: list[tuple[ErrorDetails, type[Section] | None]], root: type[Section]
+    path: tuple[str, ...],
+    details: list[tuple[ErrorDetails, type[Section] | None]],
+    root: type[Section],
 ) -> str:
     if isinstance(details[0][0]["input"], list):  # do not suggest words for a list
         details = [pair for pair in details if pair[0]["type"] != "literal_error"] or details
@@ -120,11 +125,11 @@ def _describe(
     return f"expected {' or '.join(expected)}, found {_show(value)}{hint}"
 
 
-def _unknown_key(path: str, root: type[Section], siblings: Sequence[str]) -> str:
+def _unknown_key(path: tuple[str, ...], root: type[Section], siblings: Sequence[str]) -> str:
     """Message for an unknown key; suggests the same key elsewhere and similar keys beside it."""
-    section, dot, name = path.rpartition(".")
+    *section, name = path
     same_name = [key for key in known_paths(root) if key.rpartition(".")[2] == name]
-    below = [key for key in same_name if key.startswith(f"{section}{dot}")]
+    below = [key for key in same_name if key.split(".")[: len(section)] == section]
     suggestions = (below or same_name)[:1]
     if sibling := suggest(name, siblings):
         suggestions.append(sibling)

@@ -18,17 +18,17 @@ from typing import Any
 from pydantic import ValidationError
 
 from bosch.errors import UserError
-from pipeline.recipe.faults import nested_section, sentences
+from pipeline.recipe.faults import field_faults, nested_section
 from pipeline.recipe.model_shape import read_model
 from pipeline.recipe.processes import find_world
 from pipeline.recipe.stage_list import STAGES
 from pipeline.recipe.yaml_file import parse_yaml, read_mapping
+from stages.faults import Fault
 from stages.fields import Section
 from stages.inputs import Origins, absolute, input_faults
 from stages.stage import LoadedRecipe, Stage, recipe_type
 
 ROOT = Path(__file__).resolve().parents[2]
-_KERNEL_FILESYSTEMS = ("/proc", "/sys")
 # A plain text with a part that YAML would read as a comment.
 _COMMENTED = re.compile(r"(?!['\"\[{])(.*\s)?#", re.DOTALL)
 
@@ -65,7 +65,7 @@ def load_recipe(
     try:
         recipe = kind.model_validate({"name": file.stem, **values})
     except ValidationError as error:
-        raise UserError(listing(str(file), sentences(kind, error))) from None
+        raise UserError(listing(str(file), field_faults(kind, error))) from None
     origins = Origins(file.absolute().parent, Path.cwd() if overridden else ROOT, ROOT, overridden)
     recipe = absolute(recipe, origins)
     # Defaults that depend on other fields.
@@ -112,42 +112,32 @@ def _drop_replaced(
             owner = nested_section(field.annotation)[0] if field is not None else None
 
 
-def find_faults(loaded: LoadedRecipe, *, input_files: bool) -> list[str]:
+def find_faults(loaded: LoadedRecipe, *, input_files: bool) -> list[Fault]:
     """All faults between the fields of a recipe; without `input_files` missing data is not one."""
     faults = [fault for stage in loaded.present for fault in stage.checks(loaded)]
     faults += _output_root_faults(loaded)
     return [*faults, *missing_inputs(loaded)] if input_files else faults
 
 
-def _output_root_faults(loaded: LoadedRecipe) -> Iterator[str]:
-    root = loaded.output_root
-    if any(Path(os.path.realpath(root)).is_relative_to(path) for path in _KERNEL_FILESYSTEMS):
-        yield f"runtime.output_root: {root} is the system's own and holds no files; choose another"
-        return
+def _output_root_faults(loaded: LoadedRecipe) -> Iterator[Fault]:
     for stage in loaded.stages:
-        link = root / loaded.recipe.name / stage.name
+        link = loaded.output_root / loaded.recipe.name / stage.name
         if os.path.lexists(link) and not link.is_symlink():
-            yield (
-                f"runtime.output_root: {link} is in the place of the link to the stage's output; "
-                "move it elsewhere"
+            yield Fault(
+                "runtime.output_root",
+                f"{link} is in the place of the link to the stage's output; move it elsewhere",
             )
-    for path in (root / loaded.recipe.name, root, *root.parents):
-        if os.path.lexists(path):
-            if not path.is_dir():
-                kind = "a link that leads nowhere" if not path.exists() else "a file"
-                yield f"runtime.output_root: {path} is {kind}; expected a folder"
-            return
 
 
-def missing_inputs(loaded: LoadedRecipe) -> Iterator[str]:
-    """Messages for inputs of a run that are missing or invalid."""
+def missing_inputs(loaded: LoadedRecipe) -> Iterator[Fault]:
+    """Inputs of a run that are missing or invalid."""
     for stage in loaded.present:
         if stage.field is not None:
             yield from input_faults(stage.key, getattr(loaded.recipe, stage.key))
         yield from stage.missing(loaded)
 
 
-def listing(file: str, faults: Sequence[str]) -> str:
+def listing(file: str, faults: Sequence[Fault]) -> str:
     """All faults of a file or a command as one message."""
     faults = list(dict.fromkeys(faults))
     if len(faults) == 1:

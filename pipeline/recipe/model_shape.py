@@ -16,11 +16,13 @@ from bosch.files import NOT_REGULAR, check_hub_cache, irregular_entries, load_us
 from bosch.model.untrusted import config_faults, model_file_faults
 from bosch.weight_files import INDEX, weight_faults
 from data_prep.source_files import tokenizer_files
+from stages.faults import Fault, collected
 from stages.inputs import is_hub_name
 from stages.stage import ModelInfo
 
 # Configurations of published models, without weights: `_name_or_path` is the name on the hub.
 SHAPES = Path(__file__).resolve().parents[2] / "recipes" / "shapes"
+_PATH = "model.path"
 
 
 def read_model(
@@ -31,7 +33,7 @@ def read_model(
     fetch: bool,
     files: bool = True,
     family: bool = True,
-) -> tuple[ModelInfo | None, list[str]]:
+) -> tuple[ModelInfo | None, list[Fault]]:
     """Find and check a base model: returns its facts, if known, and all faults.
 
     Without `fetch`, a hub model that is not on this machine has the shape in recipes/shapes for its
@@ -39,46 +41,42 @@ def read_model(
     directory needs neither weights nor tokenizer. Without `family`, the check whether transformers
     can make the model hybrid is skipped.
     """
-    directory = Path(path)
-    if directory.is_dir():
-        faults = list(file_faults(directory)) if files else []
-        try:
+    directory, faults = Path(path), list[Fault]()
+    info = None
+    with collected(faults, _PATH):
+        if directory.is_dir():
+            faults += file_faults(directory) if files else ()
             info = ModelInfo(_read_config(directory), directory)
-        except UserError as fault:
-            return None, [str(fault), *faults]
-        return info, [*_shape_faults(info, family), *faults]
-    if directory.exists():
-        return None, [f"model.path: {path} is a file; expected a model directory"]
-    if not is_hub_name(path, root):
-        return None, [
-            f"model.path: there is no directory {path}; expected a model directory "
-            "or a hub name like Qwen/Qwen3-1.7B"
-        ]
-    try:
-        hub_info = _read_hub_model(path, revision, fetch) or _published_shape(path)
-    except UserError as fault:
-        return None, [str(fault)]
-    return hub_info, _shape_faults(hub_info, family) if hub_info is not None else []
+        elif directory.exists():
+            raise UserError(f"{path} is a file; expected a model directory")
+        elif not is_hub_name(path, root):
+            raise UserError(
+                f"there is no directory {path}; expected a model directory or a hub name like "
+                "Qwen/Qwen3-1.7B"
+            )
+        else:
+            info = _read_hub_model(path, revision, fetch) or _published_shape(path)
+    if info is not None:
+        faults += _shape_faults(info, family)
+    return info, faults
 
 
-def _shape_faults(info: ModelInfo, family: bool) -> list[str]:
+def _shape_faults(info: ModelInfo, family: bool) -> list[Fault]:
     """Faults of a config.json that does not describe a supported decoder."""
-    checks = (
+    faults: list[Fault] = []
+    checks: tuple[Callable[[], object], ...] = (
         lambda: info.layers,
         lambda: info.hidden_size,
         lambda: info.max_positions,
         info.check_sizes,
     )
-    faults = [fault for check in checks for fault in _faults_of(check)]
-    return faults or (_faults_of(info.check_family) if family else [])
-
-
-def _faults_of(check: Callable[[], object]) -> list[str]:
-    try:
-        check()
-    except UserError as fault:
-        return [str(fault)]
-    return []
+    for check in checks:
+        with collected(faults, _PATH):
+            check()
+    if family and not faults:
+        with collected(faults, _PATH):
+            info.check_family()
+    return faults
 
 
 def _read_hub_model(name: str, revision: str | None, fetch: bool) -> ModelInfo | None:
@@ -95,8 +93,8 @@ def _read_hub_model(name: str, revision: str | None, fetch: bool) -> ModelInfo |
             check_hub_cache(error)
             reason = " ".join(str(error).split())[:200]
             raise UserError(
-                f"model.path: {name} is neither a directory nor a model that could be fetched "
-                f"from the hub ({type(error).__name__}: {reason})"
+                f"{name} is neither a directory nor a model that could be fetched from the hub "
+                f"({type(error).__name__}: {reason})"
             ) from None
     return ModelInfo(_read_config(config.parent), commit=config.parent.name)
 
@@ -126,37 +124,36 @@ def has_tokenizer(directory: Path) -> bool:
 def _read_config(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     if not path.is_file():
-        raise UserError(f"model.path: {directory} has no config.json, so it is no model directory")
+        raise UserError(f"{directory} has no config.json, so it is no model directory")
     content = _read_json(path)
     for fault in config_faults(content):
-        raise UserError(f"model.path: {path}: {fault}")
+        raise UserError(f"{path}: {fault}")
     if not isinstance(content.get("model_type"), str):
-        raise UserError(f"model.path: {path} names no model_type")
+        raise UserError(f"{path} names no model_type")
     if content.get("hybrid_attention"):
-        raise UserError(
-            f"model.path: {directory} is a hybrid model already; expected its full-attention base"
-        )
+        raise UserError(f"{directory} is a hybrid model already; expected its full-attention base")
     return content
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    value = load_user_json(path, "get the model again", "model.path")
+    value = load_user_json(path, "get the model again")
     if not isinstance(value, dict):
-        raise UserError(f"model.path: {path} is damaged: expected a JSON object")
+        raise UserError(f"{path} is damaged: expected a JSON object")
     return value
 
 
-def file_faults(directory: Path) -> Iterator[str]:
+def file_faults(directory: Path) -> Iterator[Fault]:
     """Faults of a directory's files other than config.json.
 
     They are pipes and devices, a missing or damaged tokenizer or weights, and JSON that exceeds the
     limits or names code.
     """
     for name in irregular_entries(directory):
-        yield f"model.path: {directory / name} {NOT_REGULAR}; remove it"
+        yield Fault(_PATH, f"{directory / name} {NOT_REGULAR}; remove it")
     if not has_tokenizer(directory):
-        yield f"model.path: {directory} has no tokenizer files (tokenizer.json)"
-    for fault in weight_faults(directory):
-        yield f"model.path: {fault}"
-    for fault in model_file_faults(directory, {"config.json", INDEX}):
-        yield f"model.path: {fault}"
+        yield Fault(_PATH, f"{directory} has no tokenizer files (tokenizer.json)")
+    for text in (
+        *weight_faults(directory),
+        *model_file_faults(directory, {"config.json", INDEX}),
+    ):
+        yield Fault(_PATH, text)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from stages.faults import Fault
 from stages.fields import Section
 from stages.stage import LoadedRecipe
 
@@ -36,19 +37,19 @@ class SuiteSection(Section):
     rank: ClassVar[int] = 3
     by_default: ClassVar[bool] = False
 
-    def faults(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
-        """Conflicts between the section's fields: messages that begin with `where`."""
+    def faults(self, loaded: LoadedRecipe, where: str) -> Iterator[Fault]:
+        """Conflicts between the section's fields, at dotted paths below `where`."""
         yield from ()
 
-    def chat_faults(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
+    def chat_faults(self, loaded: LoadedRecipe, where: str) -> Iterator[Fault]:
         """Fields that leave no room for the tokens of a chat template, as in `faults`."""
         yield from ()
 
-    def slow_faults(self, where: str) -> Iterator[str]:
+    def slow_faults(self, where: str) -> Iterator[Fault]:
         """Faults that only `validate` looks for, as in `faults`."""
         yield from ()
 
-    def missing(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
+    def missing(self, loaded: LoadedRecipe, where: str) -> Iterator[Fault]:
         """Missing packages and files other than the named inputs, as in `faults`."""
         yield from ()
 

@@ -14,6 +14,7 @@ from stages.evaluate.presets import PRESETS, PresetName
 from stages.evaluate.section import SuiteSection
 from stages.evaluate.suites import SUITES
 from stages.evaluate.suites.harness import HarnessEvaluation
+from stages.faults import Fault
 from stages.fields import Flag, Section, different
 from stages.stage import LoadedRecipe, Recipe, Stage
 
@@ -66,31 +67,31 @@ class EvaluateConfig(_Suites):
         return {name: section for name, section in sections.items() if section is not None}
 
 
-def _faults(loaded: LoadedRecipe) -> Iterator[str]:
+def _faults(loaded: LoadedRecipe) -> Iterator[Fault]:
     evaluate = loaded.recipe[EvaluateConfig]
     if not evaluate.suites:
-        names = ", ".join(SUITES)
-        yield f"evaluate: names nothing to evaluate; set one of {names} or leave it out"
+        yield Fault("evaluate", f"names nothing to evaluate; set one of {', '.join(SUITES)}")
     for name, section in evaluate.suites.items():
         yield from section.faults(loaded, f"evaluate.{name}")
         if evaluate.chat_template:
             yield from section.chat_faults(loaded, f"evaluate.{name}")
 
 
-def _missing(loaded: LoadedRecipe) -> Iterator[str]:
+def _missing(loaded: LoadedRecipe) -> Iterator[Fault]:
     """Missing files and packages of the suites other than the recipe's folders."""
     evaluate = loaded.recipe[EvaluateConfig]
     for name, section in evaluate.suites.items():
         yield from section.missing(loaded, f"evaluate.{name}")
     folder = loaded.info.directory if loaded.info is not None else None
     if evaluate.chat_template and folder is not None and not has_template(Path(folder)):
-        yield (
-            f"evaluate.chat_template: the tokenizer in {folder} has no chat template; set it to "
-            "false, or add chat_template.jinja"
+        yield Fault(
+            "evaluate.chat_template",
+            f"the tokenizer in {folder} has no chat template; set it to false, or add "
+            "chat_template.jinja",
         )
 
 
-def slow_faults(loaded: LoadedRecipe) -> Iterator[str]:
+def slow_faults(loaded: LoadedRecipe) -> Iterator[Fault]:
     """Faults of the suites that only `validate` looks for."""
     for name, section in loaded.recipe[EvaluateConfig].suites.items():
         yield from section.slow_faults(f"evaluate.{name}")

@@ -14,6 +14,7 @@ from bosch.files import read_json, read_regular
 from bosch.model.stored_config import StoredConfig
 from bosch.model.untrusted import lasting_quantiser
 from bosch.search.methods import METHODS
+from stages.faults import Fault
 from stages.fields import Count, Section, file_size
 from stages.published import RUN_AGAIN, Record, Summary
 from stages.search.stage import SearchConfig
@@ -100,15 +101,16 @@ def licence_of(card: Path) -> dict[str, str]:
     return {key: licence[key] for key in _KEYS if key in licence}
 
 
-def _faults(loaded: LoadedRecipe) -> Iterator[str]:
+def _faults(loaded: LoadedRecipe) -> Iterator[Fault]:
     method = loaded.recipe[SearchConfig].method
     if loaded.recipe[MaterializeConfig].point is not None and not METHODS[method].finds_front:
-        yield f"materialize.point: method {method} finds one mask; leave it out"
+        yield Fault("materialize.point", f"method {method} finds one mask; leave it out")
     quantiser = lasting_quantiser(loaded.info.config) if loaded.info is not None else None
     if quantiser is not None:
-        yield (
-            f"model.path: the model's weights are quantised by {quantiser}, and no hybrid can be "
-            "made of them; name the model's plain weights"
+        yield Fault(
+            "model.path",
+            f"the model's weights are quantised by {quantiser}, and no hybrid can be made of them; "
+            "name the model's plain weights",
         )
 
 

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from bosch.backends import lacking
+from stages.faults import Fault
 from stages.fields import Bytes, Count, Counts, Ratios, Section, rising
 from stages.published import Record, Summary
-from stages.search.stage import SearchConfig
+from stages.search.stage import backend_faults
 from stages.stage import LoadedRecipe, Stage, position_faults
 
 DEFAULT_RATIOS, DEFAULT_WINDOW = (0.25, 0.5, 0.75, 0.875), 1024
@@ -123,17 +123,10 @@ class Efficiency(Summary):
         return [point for point in self.points if point.model == "hybrid"]
 
 
-def _faults(loaded: LoadedRecipe) -> Iterator[str]:
-    section, search = loaded.recipe[MeasureConfig], loaded.recipe[SearchConfig]
-    yield from position_faults(loaded, "measure.lengths", max(section.lengths))
-    requests = {"cache": "measure decodes with a KV cache"}
-    for message in lacking(loaded.recipe.runtime.attention, requests):
-        yield f"runtime.attention: {message}"
-    if min(section.lengths) < search.window.size:
-        yield (
-            f"measure.lengths: {min(section.lengths):,} is less than {search.menu_field} = "
-            f"{search.window.size:,}; at such a length the hybrid computes the same as the original"
-        )
+def _faults(loaded: LoadedRecipe) -> Iterator[Fault]:
+    lengths = loaded.recipe[MeasureConfig].lengths
+    yield from position_faults(loaded, "measure.lengths", max(lengths))
+    yield from backend_faults(loaded, {"cache": "measure decodes with a KV cache"})
 
 
 STAGE = Stage(

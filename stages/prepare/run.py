@@ -21,6 +21,7 @@ from data_prep.documents.tokenization import tokenise_source
 from data_prep.documents.tokenizer import Encoder, TokenizerSpec, load_tokenizer
 from data_prep.text import BadRecord, essay_identity, haystack_words
 from stages.context import StageConfig
+from stages.faults import Fault
 from stages.prepare.stage import (
     CALIBRATION,
     PACKED_DATA,
@@ -78,7 +79,7 @@ def allow_open_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard_limit))
 
 
-def first_document_faults(loaded: LoadedRecipe) -> Iterator[str]:
+def first_document_faults(loaded: LoadedRecipe) -> Iterator[Fault]:
     """Reasons why the tokenizer or the first document of a source cannot be read.
 
     What may be on the hub is not checked.
@@ -89,14 +90,14 @@ def first_document_faults(loaded: LoadedRecipe) -> Iterator[str]:
         try:
             load_tokenizer(TokenizerSpec(model.path, None, model.trust_remote_code))
         except UserError as fault:
-            yield f"model.path: {fault}"
+            yield Fault.of(fault, "model.path")
     for number, section in enumerate(prepare.sources):
         if section.path is None or KINDS[section.kind].is_remote(section.path):
             continue
         try:
             _read_first_document(section, prepare.sequence_length)
         except UserError as fault:
-            yield f"prepare.sources.{number}: {fault}"
+            yield Fault.of(fault, f"prepare.sources.{number}")
 
 
 def _read_first_document(section: SourceConfig, sequence_length: int) -> None:

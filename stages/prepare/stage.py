@@ -13,11 +13,11 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from bosch.errors import UserError
 from bosch.files import NOT_REGULAR, irregular_entries
-from bosch.objective.calibration import MAX_TOKENS
 from data_prep.documents.sources import KINDS, SourceKind
 from data_prep.source_files import class_of_config, tokenizer_files
 from data_prep.tasks.tables import NeedleTask
 from stages.cost import Cost, Devices
+from stages.faults import Fault
 from stages.fields import (
     MOST,
     Count,
@@ -50,9 +50,9 @@ def _files_identity(source: SourceConfig, path: str | None, hasher: Hasher) -> d
     return hashed_files(path, kind.identity(f"source {source.name}", path), hasher)
 
 
-def _check_documents(where: str, source: SourceConfig, path: str) -> None:
+def _check_documents(source: SourceConfig, path: str) -> None:
     if not KINDS[source.kind].is_remote(path):
-        KINDS[source.kind].check(where, path)
+        KINDS[source.kind].check(path)
 
 
 def _is_dataset(source: SourceConfig, text: str, root: Path) -> bool:
@@ -72,10 +72,10 @@ def _tokenizer_identity(
     return hashes | class_of_config(folder)
 
 
-def _check_tokenizer(where: str, source: SourceConfig, path: str) -> None:
+def _check_tokenizer(source: SourceConfig, path: str) -> None:
     irregular = irregular_entries(Path(path)) if Path(path).is_dir() else []
     if irregular:
-        raise UserError(f"{where}: {Path(path, irregular[0])} {NOT_REGULAR}; remove it")
+        raise UserError(f"{Path(path, irregular[0])} {NOT_REGULAR}; remove it")
 
 
 class FilterConfig(Section):
@@ -180,56 +180,29 @@ class Statistics(WorkSummary):
     calibration: dict[str, Any]
 
 
-def _faults(loaded: LoadedRecipe) -> Iterator[str]:
+def _faults(loaded: LoadedRecipe) -> Iterator[Fault]:
     prepare = loaded.recipe[PrepareConfig]
     sources, length = prepare.sources, prepare.calibration.length
     yield from position_faults(loaded, "prepare.calibration.length", length)
-    examples = prepare.calibration.examples
-    if examples * length > MAX_TOKENS:
-        yield (
-            f"prepare.calibration: {examples:,} examples of {length:,} tokens are more than the "
-            f"{MAX_TOKENS:,} tokens that a calibration set may hold"
-        )
     names = [source.name for source in sources]
     for name in sorted({name for name in names if names.count(name) > 1}):
-        yield f"prepare.sources: the name '{name}' is used twice; statistics need each name once"
-    endless = [source.kind for source in sources if KINDS[source.kind].is_endless]
-    for name in sorted({name for name in endless if endless.count(name) > 1}):
-        yield f"prepare.sources: two of kind {name} give the same documents; keep one"
+        yield Fault("prepare.sources", f"the name '{name}' is used twice")
     for index, source in enumerate(sources):
         where, kind = f"prepare.sources.{index}", KINDS[source.kind]
         if kind.needs_path and not source.path:
-            yield f"{where}: a source of kind {source.kind} needs a path"
-        if not kind.needs_path and source.path:
-            yield f"{where}: a source of kind {source.kind} takes no path"
-        if source.tokenizer is not None and not kind.takes_tokenizer:
-            names = [name for name, kind in KINDS.items() if kind.takes_tokenizer]
-            yield f"{where}: tokenizer is for kind {', '.join(names)} alone"
-        if source.skip_bad_records and not kind.has_fields:
-            names = [name for name, kind in KINDS.items() if kind.has_fields]
-            yield f"{where}: skip_bad_records is for kinds {', '.join(names)} alone"
-        yield from _dataset_faults(where, source)
+            yield Fault(where, f"a source of kind {source.kind} needs a path")
         yield from _output_faults(where, source, loaded.output_root)
         yield from _filter_faults(where, source)
-
-
-def _dataset_faults(where: str, source: SourceConfig) -> Iterator[str]:
-    if not KINDS[source.kind].is_dataset:
-        if source.subset or source.revision or source.split != "train":
-            names = [name for name, kind in KINDS.items() if kind.is_dataset]
-            yield f"{where}: subset, split and revision are for kind {', '.join(names)} alone"
-    elif source.path and KINDS[source.kind].is_remote(source.path):
-        if Path(source.path).is_absolute():  # the loader leaves hub names unchanged
-            yield f"{where}.path: {source.path} is neither a directory nor a name like org/dataset"
-        elif not _COMMIT.fullmatch(source.revision or ""):
-            yield (
-                f"{where}.revision: expected the dataset's commit, 40 hexadecimal digits (on the "
-                f"hub under Files and versions, History), since a branch may change; there is "
-                f"{source.revision or 'none'}"
+        on_hub = source.path is not None and kind.is_remote(source.path)
+        if on_hub and not _COMMIT.fullmatch(source.revision or ""):
+            yield Fault(
+                f"{where}.revision",
+                "expected the dataset's commit, 40 hexadecimal digits (on the hub under Files and "
+                "versions, History), since a branch may change",
             )
 
 
-def _output_faults(where: str, source: SourceConfig, root: Path) -> Iterator[str]:
+def _output_faults(where: str, source: SourceConfig, root: Path) -> Iterator[Fault]:
     """A fault if the source's folder contains the run's output."""
     kind = KINDS[source.kind]
     if not source.path or kind.takes_tokenizer or not ".jsonl".endswith(kind.suffixes):
@@ -238,23 +211,22 @@ def _output_faults(where: str, source: SourceConfig, root: Path) -> Iterator[str
     if not folder.is_dir() or not output.is_relative_to(folder):
         return
     if not any(name.startswith(".") for name in output.relative_to(folder).parts):
-        yield (
-            f"{where}.path: {source.path} holds runtime.output_root, {root}, whose files would be "
-            "read as documents while a run writes them; move one of the two, or name the "
-            "documents with a glob"
+        yield Fault(
+            f"{where}.path",
+            f"{source.path} holds runtime.output_root, {root}, whose files would be read as "
+            "documents; move one of the two, or name the documents with a glob",
         )
 
 
-def _filter_faults(where: str, source: SourceConfig) -> Iterator[str]:
+def _filter_faults(where: str, source: SourceConfig) -> Iterator[Fault]:
+    """Filters that leave no document."""
     filters, kind = source.filters, KINDS[source.kind]
-    if kind.is_endless and filters != FilterConfig():
-        yield f"{where}.filters: {source.kind} writes documents without end and takes no filters"
     if filters.matches and not kind.has_fields:
-        yield f"{where}.filters.matches: a source of kind {source.kind} has no fields"
+        yield Fault(f"{where}.filters.matches", f"a source of kind {source.kind} has no fields")
     for unit in ("characters", "tokens"):
         low, high = getattr(filters, f"min_{unit}"), getattr(filters, f"max_{unit}")
         if low is not None and high is not None and low > high:
-            yield f"{where}.filters: min_{unit} {low:,} is more than max_{unit} {high:,}"
+            yield Fault(f"{where}.filters", f"min_{unit} {low:,} is more than max_{unit} {high:,}")
 
 
 def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pydantic import Field
 
 from bosch.search.methods import UnsearchedName
+from stages.faults import Fault
 from stages.fields import Section
 from stages.stage import LoadedRecipe, Stage
 from stages.train.stage import TrainConfig
@@ -21,11 +22,9 @@ class RivalConfig(Section):
     tokens as the search's hybrid, with the same settings: training costs twice as much."""
 
 
-def _faults(loaded: LoadedRecipe) -> Iterator[str]:
+def _faults(loaded: LoadedRecipe) -> Iterator[Fault]:
     if loaded.recipe.get(TrainConfig) is None:
-        yield (
-            "rival: needs a section train; name the method in evaluate.rivals to score it untrained"
-        )
+        yield Fault("rival", "needs a section train; evaluate.rivals scores untrained hybrids")
 
 
 STAGE = Stage(

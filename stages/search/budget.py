@@ -150,9 +150,10 @@ def sliding_ratio(cache: RequestCache, window: Window, granularity: int) -> floa
         least = cache.bytes_of(cache.with_sliding(heads, window))
         share = named_share(least, cache.original)
         raise UserError(
-            f"search.budget.{cache.budget.name}: {format_bytes(cache.allowed_bytes)} is less "
-            f"than the {format_bytes(least)} that all heads with a window of {window} hold at "
-            f"{cache.tokens:,} tokens ({share} of the original's); choose more, or a smaller window"
+            f"{format_bytes(cache.allowed_bytes)} is less than the {format_bytes(least)} that all "
+            f"heads with a window of {window} hold at {cache.tokens:,} tokens ({share} of the "
+            "original's); choose more, or a smaller window",
+            f"search.budget.{cache.budget.name}",
         )
     assert swa_budget(heads, sliding / heads) == sliding
     return sliding / heads

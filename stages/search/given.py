@@ -7,17 +7,19 @@ from types import SimpleNamespace
 
 from bosch.errors import UserError
 from bosch.search.given import given_mask
+from stages.faults import Fault, collected
 from stages.formats import format_bytes
 from stages.search.stage import SearchConfig
 from stages.stage import LoadedRecipe
 
 
-def mask_faults(loaded: LoadedRecipe) -> Iterator[str]:
+def mask_faults(loaded: LoadedRecipe) -> Iterator[Fault]:
     """Faults of the file of search.mask; a model that is not known yet is not checked."""
     search = loaded.recipe[SearchConfig]
     if search.method != "given" or loaded.info is None:
         return
-    try:
+    faults: list[Fault] = []
+    with collected(faults, "search.mask"):
         kinds, dtype = loaded.info.kinds, loaded.recipe.model.dtype
         shape = SimpleNamespace(
             num_layers=len(kinds.full), num_key_value_heads=kinds.heads, windows=search.menu
@@ -27,9 +29,9 @@ def mask_faults(loaded: LoadedRecipe) -> Iterator[str]:
         cache = search.request_cache(kinds, dtype, 1)
         size = cache.bytes_of(mask.heads_per_layer(search.menu))
         if cache.budget is not None and size > cache.allowed_bytes:
-            yield (
-                f"search.budget.{cache.budget.name}: allows {format_bytes(cache.allowed_bytes)}, "
-                f"and {search.mask} holds {cache.text(size)}"
+            raise UserError(
+                f"allows {format_bytes(cache.allowed_bytes)}, and {search.mask} holds "
+                f"{cache.text(size)}",
+                f"search.budget.{cache.budget.name}",
             )
-    except UserError as fault:
-        yield str(fault)
+    yield from faults

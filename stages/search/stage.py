@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
@@ -19,6 +19,7 @@ from bosch.search.methods import METHODS, MethodName
 from bosch.search.settings import SearchSettings, SolverName
 from bosch.search.trace import TracePoint
 from bosch.window import MAX_WINDOWS, Window, named_share, rising_menu
+from stages.faults import Fault, collected
 from stages.fields import MOST, Count, Flag, Number, PathText, Ratio, Section, rising
 from stages.inputs import Hasher, Input
 from stages.prepare.stage import PrepareConfig
@@ -31,9 +32,9 @@ def _mask_file(_search: SearchConfig, path: str | None, hasher: Hasher) -> str |
     return hasher.sha256(Path(path)) if path is not None else None
 
 
-def _check_mask(where: str, search: SearchConfig, path: str) -> None:
-    if search.method == "given" and not Path(path).is_file():
-        raise UserError(f"{where}: there is no file {path}")
+def _check_mask(search: SearchConfig, path: str) -> None:
+    if not Path(path).is_file():
+        raise UserError(f"there is no file {path}")
 
 
 class SearchConfig(Section):
@@ -182,15 +183,12 @@ class SearchConfig(Section):
     def _given_rows(self, kinds: DecoderLayers) -> list[LayerHeads]:
         # Imported by name, since it loads numpy, which other methods' recipes do not need.
         load = importlib.import_module("bosch.heads").HeadMaskFile.load
-        try:
-            file = load(str(self.mask))
-        except UserError as fault:
-            raise UserError(f"search.mask: {fault}") from None
+        file = load(str(self.mask))
         rows: list[LayerHeads] = file.mask.heads_per_layer(file.windows)
         layers, heads = len(kinds.full), kinds.heads
         if len(rows) != layers or any(sum(row.values()) != heads for row in rows):
             raise UserError(
-                f"search.mask: {self.mask} is no mask for {layers} layers of {heads} KV heads"
+                f"{self.mask} is no mask for {layers} layers of {heads} KV heads", "search.mask"
             )
         return rows
 
@@ -228,128 +226,107 @@ class SearchSummary(Summary):
     notes: list[str]
 
 
-def _faults(loaded: LoadedRecipe) -> Iterator[str]:
+def _faults(loaded: LoadedRecipe) -> Iterator[Fault]:
     search = loaded.recipe[SearchConfig]
-    try:
-        search.settings(loaded.recipe.seed, 0.0)
-    except UserError as fault:
-        yield str(fault)
-    if search.method == "given" and search.mask is None:
-        yield "search.mask: method given takes the head mask from a file; name one"
-    if search.method != "given" and search.mask is not None:
-        yield (
-            f"search.mask: method {search.method} reads no mask; set search.method: given, or "
-            "leave search.mask out"
-        )
+    if (search.method == "given") != (search.mask is not None):
+        yield Fault("search.mask", "a head mask is named for method given, and for no other")
     if len(search.menu) > 1 and not METHODS[search.method].several_windows:
-        yield (
-            f"search.windows: method {search.method} knows one window; name it in "
-            "search.window_size, or set search.method: front"
+        yield Fault(
+            "search.windows",
+            f"method {search.method} knows one window; name it in search.window_size, or set "
+            "search.method: front",
         )
     # Windows must be shorter than the calibration examples.
     length = loaded.recipe[PrepareConfig].calibration.length
-    where = "prepare.calibration.length"
-    yield from window_faults(search.menu, search.menu_field, where, length)
-    yield from _budget_faults(loaded)
+    yield from window_faults(search, "prepare.calibration.length", length)
+    faults: list[Fault] = []
+    with collected(faults, "search"):
+        search.settings(loaded.recipe.seed, 0.0)
+    with collected(faults, "search.mask"):
+        faults += _budget_faults(loaded)
+    yield from faults
     yield from _attention_faults(loaded)
 
 
-def window_faults(windows: Sequence[Window], field: str, path: str, length: int) -> Iterator[str]:
-    """Windows of a field that hide no tokens in sequences of `length` tokens."""
-    for window in windows:
+def window_faults(search: SearchConfig, path: str, length: int) -> Iterator[Fault]:
+    """Windows that hide no tokens in sequences of `length` tokens."""
+    for window in search.menu:
         if window.max_keys >= length:
-            yield (
-                f"{field}: {window} is not shorter than {path} = {length:,}; sliding heads would "
-                "see everything"
+            yield Fault(
+                search.menu_field,
+                f"{window} is not shorter than {path} = {length:,}; sliding heads would see "
+                "everything",
             )
 
 
-def _budget_faults(loaded: LoadedRecipe) -> Iterator[str]:
-    """Budgets that the method does not use, or that no mask of the model fits."""
+def _budget_faults(loaded: LoadedRecipe) -> Iterator[Fault]:
+    """Budgets that no mask of the model fits; raises UserError, too."""
     search = loaded.recipe[SearchConfig]
-    if search.points is not None and not METHODS[search.method].finds_front:
-        yield f"search.points: method {search.method} finds one mask; leave them out"
     if search.swa_ratio is not None:
         yield from _ratio_faults(search, search.swa_ratio)
-    if loaded.info is None:
+    if not _is_searchable(loaded.info) or (search.method == "given" and search.mask is None):
         return
+    assert loaded.info is not None
+    kinds, dtype = loaded.info.kinds, loaded.recipe.model.dtype
+    length = loaded.recipe[PrepareConfig].calibration.length
+    if METHODS[search.method].finds_front:
+        yield from _front_faults(search, search.request_cache(kinds, dtype, length))
+    if search.method == "given" and search.swa_ratio is None:
+        return
+    ratio = search.ratio_for(kinds, dtype)
+    check_granularity(len(kinds.full), kinds.heads, ratio, search.head_granularity)
+    if search.swa_ratio is None:
+        yield from _ratio_faults(search, ratio)
+
+
+def _is_searchable(info: ModelInfo | None) -> bool:
+    """Whether layers with full attention are known; the model's checks report why not."""
     try:
-        kinds = loaded.info.kinds
-        if not kinds.full:  # the model's checks report it
-            return
-        length = loaded.recipe[PrepareConfig].calibration.length
-        cache = search.request_cache(kinds, loaded.recipe.model.dtype, length)
-        finds_front = METHODS[search.method].finds_front
-        faults: list[str] = []
-        if search.budget is not None or finds_front:
-            faults += _window_cost_faults(search, cache)
-        if finds_front:
-            faults += _front_faults(search, cache)
-        yield from faults
-        if faults or (search.method == "given" and search.swa_ratio is None):
-            return
-        ratio = search.ratio_for(kinds, loaded.recipe.model.dtype)
-        check_granularity(len(kinds.full), kinds.heads, ratio, search.head_granularity)
-        if search.swa_ratio is None:
-            yield from _ratio_faults(search, ratio)
-    except UserError as error:
-        yield str(error)
+        return info is not None and bool(info.kinds.full)
+    except UserError:
+        return False
 
 
-def _window_cost_faults(search: SearchConfig, cache: RequestCache) -> Iterator[str]:
-    """Windows that save no cache."""
-    for window in search.menu:
-        if window.held(cache.tokens) >= cache.tokens:
-            yield (
-                f"{search.menu_field}: {window} is no cheaper than a full head at the "
-                f"{cache.tokens:,} tokens at which caches are counted; leave it out"
-            )
-
-
-def _front_faults(search: SearchConfig, cache: RequestCache) -> Iterator[str]:
+def _front_faults(search: SearchConfig, cache: RequestCache) -> Iterator[Fault]:
     """Points that a front cannot have."""
-    if search.points is None and len(cache.kinds.full) * cache.kinds.heads == 1:
-        yield "search.method: front has no points where the model has one KV head in all"
     least, most = search.slot_range(cache)
     for share in search.points or ():
         if share < least / most or round(share * most) >= most:
-            yield (
-                f"search.points: {share:g} of the KV cache at {cache.tokens:,} tokens is no point; "
-                f"choose from {named_share(least, most)}, all heads at {search.menu[-1]}, "
-                "to below 1"
+            yield Fault(
+                "search.points",
+                f"{share:g} of the KV cache at {cache.tokens:,} tokens is no point; choose from "
+                f"{named_share(least, most)}, all heads at {search.menu[-1]}, to below 1",
             )
 
 
-def _ratio_faults(search: SearchConfig, ratio: float) -> Iterator[str]:
+def _ratio_faults(search: SearchConfig, ratio: float) -> Iterator[Fault]:
     if "buckets" not in METHODS[search.method].settings:  # does not use buckets
         return
     low, high = min(search.buckets), max(search.buckets)
     if not low <= ratio <= high:
-        side = f"at most {high:g}" if ratio > high else f"at least {low:g}"
-        where = "search.swa_ratio" if search.budget is None else "search.budget"
-        yield (
-            f"{where}: {ratio:g} cannot be reached: with search.buckets "
-            f"{[float(bucket) for bucket in search.buckets]} a layer's ratio is {side}"
+        yield Fault(
+            "search.swa_ratio" if search.budget is None else "search.budget",
+            f"{ratio:g} cannot be reached with search.buckets from {low:g} to {high:g}",
         )
 
 
-def _attention_faults(loaded: LoadedRecipe) -> Iterator[str]:
+def _attention_faults(loaded: LoadedRecipe) -> Iterator[Fault]:
     recipe = loaded.recipe
     requests = {}
     if sinks := recipe[SearchConfig].sinks:
         requests["sinks"] = f"search.sinks asks for {sinks}"
     if recipe.model.dtype == "float32":
         requests["float32"] = "model.dtype asks for float32"
-    requests |= _needs_of_model(loaded.info)
-    for message in lacking(recipe.runtime.attention, requests):
-        yield f"runtime.attention: {message}"
+    if _is_searchable(loaded.info):
+        assert loaded.info is not None
+        requests |= loaded.info.attention_needs
+    yield from backend_faults(loaded, requests)
 
 
-def _needs_of_model(info: ModelInfo | None) -> dict[str, str]:
-    try:
-        return {} if info is None else info.attention_needs
-    except UserError:  # the model's checks report it
-        return {}
+def backend_faults(loaded: LoadedRecipe, requests: Mapping[str, str]) -> Iterator[Fault]:
+    """What the recipe's attention backend lacks of the requests."""
+    for message in lacking(loaded.recipe.runtime.attention, requests):
+        yield Fault("runtime.attention", message)
 
 
 STAGE = Stage(

@@ -61,7 +61,7 @@ def make_schedule(
     Raises UserError with the first of `batch_faults`.
     """
     for fault in batch_faults(train, runtime, sequence_length, world_size):
-        raise UserError(fault)
+        raise UserError(fault.text, fault.path)
     sequences = train.batch_tokens // sequence_length
     steps = train.optimizer_steps
     own_sequences = sequences // (world_size // runtime.context_parallel)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,16 +9,15 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from bosch.backends import lacking
 from bosch.errors import RunError
 from bosch.journal import Journal
 from bosch.model.families import known_family, split_fault
 from stages.context import Runtime
+from stages.faults import Fault
 from stages.fields import Count, Flag, Number, Ratio, Section, rising
-from stages.materialize.stage import MaterializeConfig
 from stages.prepare.stage import PrepareConfig
 from stages.published import RUN_AGAIN, Record, WorkSummary
-from stages.search.stage import SearchConfig, window_faults
+from stages.search.stage import SearchConfig, backend_faults, window_faults
 from stages.stage import LoadedRecipe, Stage, position_faults
 
 
@@ -195,61 +193,58 @@ def read_metrics(train: Path) -> list[TrainingStep]:
     return steps
 
 
-def _faults(loaded: LoadedRecipe) -> Iterator[str]:
+def _faults(loaded: LoadedRecipe) -> Iterator[Fault]:
     recipe, train = loaded.recipe, loaded.recipe[TrainConfig]
     length = recipe[PrepareConfig].sequence_length
-    search = recipe[SearchConfig]
-    yield from window_faults(search.menu, search.menu_field, "prepare.sequence_length", length)
+    yield from window_faults(recipe[SearchConfig], "prepare.sequence_length", length)
     yield from position_faults(loaded, "prepare.sequence_length", length)
-    yield from _batch_and_token_faults(loaded, train)
-    yield from _held_out_faults(recipe.runtime, recipe[PrepareConfig], train)
-    yield from _checkpoint_faults(train)
-    yield from _deepspeed_faults(train, recipe.runtime, recipe[MaterializeConfig].dtype)
-    if train.teacher == "none" and (train.teacher_weight, train.teacher_tokens) != (1.0, 1.0):
-        yield "train.teacher: teacher_weight and teacher_tokens need a teacher; set original"
-    yield from _attention_faults(loaded, train)
-    yield from _document_faults(loaded, train)
-    if loaded.info is not None and loaded.info.config.get("output_router_logits"):
-        yield f"model.path: {ROUTER_LOSS}"
-    yield from _checkpointing_faults(recipe.runtime)
-    yield from _split_faults(loaded)
+    yield from _token_faults(loaded, train)
+    if recipe.runtime.sharding == "deepspeed":
+        yield from _deepspeed_faults(train, recipe.runtime)
+    if recipe.runtime.context_parallel > 1:
+        yield from _split_faults(loaded)
+    yield from _model_faults(loaded, train)
+    yield from backend_faults(loaded, _needs(loaded, train))
 
 
 def batch_faults(
     train: TrainConfig, runtime: Runtime, sequence_length: int, world_size: int
-) -> Iterator[str]:
+) -> Iterator[Fault]:
     """Faults of batches that do not split evenly over the processes, or exceed the run."""
     sharing = runtime.context_parallel
     if world_size % sharing:
-        yield (
-            f"runtime.context_parallel: {sharing} does not divide the {world_size} process(es) "
-            "(runtime.processes)"
+        yield Fault(
+            "runtime.context_parallel",
+            f"{sharing} does not divide the {world_size} process(es) (runtime.processes)",
         )
         return
     if sharing > 1 and sequence_length % (2 * sharing):
-        yield (
-            f"runtime.context_parallel: {sharing} processes hold two chunks of a sequence each, "
-            f"and prepare.sequence_length = {sequence_length:,} is no multiple of {2 * sharing}"
+        yield Fault(
+            "runtime.context_parallel",
+            f"{sharing} processes hold two chunks of a sequence each, and "
+            f"prepare.sequence_length = {sequence_length:,} is no multiple of {2 * sharing}",
         )
     if train.optimizer_steps == 0:
-        yield (
-            f"train.total_tokens: {train.total_tokens:,} is less than one batch "
-            f"(train.batch_tokens = {train.batch_tokens:,})"
+        yield Fault(
+            "train.total_tokens",
+            f"{train.total_tokens:,} is less than one batch "
+            f"(train.batch_tokens = {train.batch_tokens:,})",
         )
     if train.batch_tokens % sequence_length:
-        yield (
-            f"train.batch_tokens: {train.batch_tokens:,} is no multiple of "
-            f"prepare.sequence_length = {sequence_length:,}"
+        yield Fault(
+            "train.batch_tokens",
+            f"{train.batch_tokens:,} is no multiple of "
+            f"prepare.sequence_length = {sequence_length:,}",
         )
         return
     sequences = train.batch_tokens // sequence_length
     micro = 1 if runtime.micro_batch_size == "auto" else runtime.micro_batch_size
     if sequences % (micro * world_size // sharing):
         shared = f", {sharing} for each sequence" if sharing > 1 else ""
-        yield (
-            f"train.batch_tokens: a batch of {sequences} sequences cannot be divided into micro "
-            f"batches of {micro} (runtime.micro_batch_size) on {world_size} process(es) "
-            f"(runtime.processes){shared}"
+        yield Fault(
+            "train.batch_tokens",
+            f"a batch of {sequences} sequences cannot be divided into micro batches of {micro} "
+            f"(runtime.micro_batch_size) on {world_size} process(es) (runtime.processes){shared}",
         )
 
 
@@ -275,120 +270,78 @@ def training_processes(loaded: LoadedRecipe) -> int:
     )  # fmt: skip
 
 
-def _batch_and_token_faults(loaded: LoadedRecipe, train: TrainConfig) -> Iterator[str]:
+def _token_faults(loaded: LoadedRecipe, train: TrainConfig) -> Iterator[Fault]:
     prepare, runtime = loaded.recipe[PrepareConfig], loaded.recipe.runtime
     size = loaded.world.nodes * training_processes(loaded)
     if size == 1:  # the run is only planned; a real one would fail at its start
         size = runtime.context_parallel
     yield from batch_faults(train, runtime, prepare.sequence_length, size)
     tokens = train.optimizer_steps * train.batch_tokens
+    if runtime.heldout_every_steps is not None:
+        tokens += runtime.heldout_sequences * prepare.sequence_length
     if prepare.train_tokens < tokens:
-        yield (
-            f"prepare.train_tokens: {prepare.train_tokens:,} is less than the {tokens:,} "
-            "tokens that training reads (train.total_tokens in whole batches)"
+        yield Fault(
+            "prepare.train_tokens",
+            f"{prepare.train_tokens:,} is less than the {tokens:,} tokens that training reads and "
+            "holds out (train.total_tokens in whole batches, runtime.heldout_sequences)",
         )
-
-
-def _held_out_faults(runtime: Runtime, prepare: PrepareConfig, train: TrainConfig) -> Iterator[str]:
-    tokens = train.optimizer_steps * train.batch_tokens
-    tokens += runtime.heldout_sequences * prepare.sequence_length
-    if runtime.heldout_every_steps is not None and prepare.train_tokens < tokens:
-        yield (
-            f"runtime.heldout_every_steps: {runtime.heldout_sequences} sequences that training "
-            f"does not read need prepare.train_tokens = {tokens:,}, and it is "
-            f"{prepare.train_tokens:,}"
-        )
-
-
-def _checkpoint_faults(train: TrainConfig) -> Iterator[str]:
     if max(train.checkpoint_tokens, default=0) > train.total_tokens:
-        yield (
-            f"train.checkpoint_tokens: ends at {train.checkpoint_tokens[-1]:,}, "
-            f"after train.total_tokens = {train.total_tokens:,}"
+        yield Fault(
+            "train.checkpoint_tokens",
+            f"ends at {train.checkpoint_tokens[-1]:,}, after "
+            f"train.total_tokens = {train.total_tokens:,}",
         )
-    counts = [tokens for tokens in train.checkpoint_tokens if tokens <= train.total_tokens]
-    steps = train.checkpoint_steps
-    for before, tokens in itertools.pairwise(counts):
-        if steps[before] == steps[tokens]:
-            yield (
-                f"train.checkpoint_tokens: {before:,} and {tokens:,} are reached by the "
-                f"same step (of {train.batch_tokens:,} tokens)"
-            )
 
 
-def _deepspeed_faults(train: TrainConfig, runtime: Runtime, saved: str) -> Iterator[str]:
+def _deepspeed_faults(train: TrainConfig, runtime: Runtime) -> Iterator[Fault]:
     """Settings that DeepSpeed, which holds weights and updates them itself, does not support."""
-    if runtime.sharding != "deepspeed":
-        return
     unsupported = {
         "train.teacher": train.teacher != "none",
         "train.lora": train.lora is not None,
         "runtime.context_parallel": runtime.context_parallel > 1,
+        "train.bad_steps": train.bad_steps == "skip",
     }
     for field, is_set in unsupported.items():
         if is_set:
-            yield f"{field}: it does not run under runtime.sharding = deepspeed; set fsdp or none"
-    if train.freeze != "none" and train.mixed_precision == "bf16" and saved != "bfloat16":
-        yield (
-            "materialize.dtype: what train.freeze leaves as it is would be rounded to bf16 under "
-            f"runtime.sharding = deepspeed, not saved in {saved}; set bfloat16, or fsdp"
-        )
-    if train.bad_steps == "skip":
-        yield (
-            "train.bad_steps: skip cannot leave a step out under runtime.sharding = deepspeed, "
-            "which clips and steps at once; set stop, or runtime.sharding = fsdp"
-        )
+            yield Fault(
+                field, "it does not run under runtime.sharding = deepspeed; set fsdp or none"
+            )
 
 
-def _split_faults(loaded: LoadedRecipe) -> Iterator[str]:
-    runtime = loaded.recipe.runtime
-    if runtime.context_parallel == 1:
-        return
-    if runtime.compile:
-        yield (
-            "runtime.context_parallel: layers that exchange keys and values are not compiled; set "
-            "runtime.compile = false"
-        )
+def _split_faults(loaded: LoadedRecipe) -> Iterator[Fault]:
+    where = "runtime.context_parallel"
+    if loaded.recipe.runtime.compile:
+        yield Fault(where, "layers that exchange keys and values cannot be compiled")
     fault = split_fault(loaded.info.loaded) if loaded.info is not None else None
     if fault is not None:
-        yield f"runtime.context_parallel: the model cannot be split: {fault}; set 1"
+        yield Fault(where, f"the model cannot be split: {fault}; set 1")
 
 
-def _checkpointing_faults(runtime: Runtime) -> Iterator[str]:
-    if runtime.checkpointing == "none" and runtime.offload_activations:
-        yield (
-            "runtime.offload_activations: what goes to host memory are the inputs of layers that "
-            "are recomputed, and runtime.checkpointing = none; set full, attention or auto"
-        )
-    if runtime.checkpointing == "attention":
-        requests = {"saved_outputs": "runtime.checkpointing = attention saves its outputs"}
-        for message in lacking(runtime.attention, requests):
-            yield f"runtime.attention: {message}, or runtime.checkpointing = full"
-
-
-def _document_faults(loaded: LoadedRecipe, train: TrainConfig) -> Iterator[str]:
-    if not train.document_masking or loaded.info is None:
+def _model_faults(loaded: LoadedRecipe, train: TrainConfig) -> Iterator[Fault]:
+    """Models whose loss would be another than the recipe asks for."""
+    if loaded.info is None:
         return
-    family = known_family(loaded.info.loaded)
-    if not family.separates_documents:
-        yield (
-            f"train.document_masking: attention of models of type '{family.model_type}' does not "
-            "stop at documents' borders, since it does not read position_ids; set false"
+    if loaded.info.config.get("output_router_logits"):
+        yield Fault("model.path", ROUTER_LOSS)
+    if train.document_masking and not known_family(loaded.info.loaded).separates_documents:
+        yield Fault(
+            "train.document_masking",
+            "the model's attention does not stop at documents' borders; set false",
         )
 
 
-def _attention_faults(loaded: LoadedRecipe, train: TrainConfig) -> Iterator[str]:
-    requests = {}
-    sharing = loaded.recipe.runtime.context_parallel
-    if sharing > 1:
-        requests["chunks"] = f"runtime.context_parallel = {sharing} splits them"
+def _needs(loaded: LoadedRecipe, train: TrainConfig) -> dict[str, str]:
+    """What training needs of an attention backend, with the reasons."""
+    runtime, needs = loaded.recipe.runtime, dict[str, str]()
+    if runtime.checkpointing == "attention":
+        needs["saved_outputs"] = "runtime.checkpointing = attention saves its outputs"
+    if runtime.context_parallel > 1:
+        needs["chunks"] = f"runtime.context_parallel = {runtime.context_parallel} splits them"
     if train.mixed_precision == "no":
-        requests["float32"] = "train.mixed_precision = no trains in float32"
-    dropout = loaded.info.config.get("attention_dropout") if loaded.info is not None else None
-    if dropout:
-        requests["dropout"] = f"the model's config.json asks for {dropout}"
-    for message in lacking(loaded.recipe.runtime.attention, requests):
-        yield f"runtime.attention: {message}"
+        needs["float32"] = "train.mixed_precision = no trains in float32"
+    if loaded.info is not None and (dropout := loaded.info.config.get("attention_dropout")):
+        needs["dropout"] = f"the model's config.json asks for {dropout}"
+    return needs
 
 
 STAGE = Stage(

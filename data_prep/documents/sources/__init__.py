@@ -88,20 +88,20 @@ class Kind:
         return False
 
     def files(self, where: str, path: str) -> list[Path]:
-        """Its files, in order; raises UserError, which begins with `where`, if there are none."""
+        """Its files, in order; raises UserError, with `where` as its path, if there are none."""
         return files_of(where, path, self.suffixes)
 
     def identity(self, where: str, path: str) -> list[Path]:
         """Files whose content identifies the documents."""
         return self.files(where, path)
 
-    def check(self, where: str, path: str) -> None:
+    def check(self, path: str) -> None:
         """Raise UserError if there is no file, only empty files, or a damaged one."""
-        files = self.files(where, path)
+        files = self.files("", path)
         if not any(file.stat().st_size for file in files):
-            raise UserError(f"{where}: the corpus at {path} is empty")
+            raise UserError(f"the corpus at {path} is empty")
         for file in files:
-            self.check_file(where, file)
+            self.check_file("", file)
 
     def check_file(self, where: str, file: Path) -> None:
         """Raise UserError for a damaged file, without reading all of it."""

@@ -24,7 +24,7 @@ class _Mds(Kind):
         roots = [root] if root.is_dir() else map(Path, glob.glob(str(root), recursive=True))
         indices = {file for folder in roots for file in files_below(folder) if file.name == INDEX}
         if not indices:
-            raise UserError(f"{where}: there is no {INDEX} below {path}; expected MDS shards")
+            raise UserError(f"there is no {INDEX} below {path}; expected MDS shards", where)
         folders = {index.parent for index in indices}
         return sorted(index for index in indices if not folders.intersection(index.parent.parents))
 

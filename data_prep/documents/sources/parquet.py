@@ -28,10 +28,10 @@ class _Parquet(Kind):
             footer_length, end = stream.read(4), stream.read(4)
         if size < _MIN_BYTES or start != _MAGIC or end != _MAGIC:
             raise UserError(
-                f"{where}: {file} is not a whole Parquet file (cut short or of another kind)"
+                f"{file} is not a whole Parquet file (cut short or of another kind)", where
             )
         if int.from_bytes(footer_length, "little") > size - _MIN_BYTES:
-            raise UserError(f"{where}: {file} is a damaged Parquet file (its footer does not fit)")
+            raise UserError(f"{file} is a damaged Parquet file (its footer does not fit)", where)
 
     def first_record(self, source: Source) -> Mapping[str, Any]:
         return next(records().parquet_rows(source.files[0], 0), {})

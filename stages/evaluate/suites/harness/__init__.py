@@ -11,14 +11,13 @@ from pydantic import AfterValidator, Field
 from bosch.errors import UserError
 from data_prep.source_files import files_below
 from stages.evaluate.section import SuiteSection
+from stages.faults import Fault
 from stages.fields import Count, Flag, Line, PathText, different
 from stages.inputs import Hasher, Input, hashed_files
 from stages.stage import LoadedRecipe, call
 from stages.versions import installed_versions
 
-NO_HARNESS = (
-    "evaluate.harness: lm-evaluation-harness is not installed; pip install 'bosch-pipeline[eval]'"
-)
+NO_HARNESS = "lm-evaluation-harness is not installed; pip install 'bosch-pipeline[eval]'"
 
 # lm-eval, which has the prompts, and the packages of its metrics.
 PACKAGES = ("lm-eval", "jieba", "math-verify", "rouge", "rouge-score")
@@ -33,9 +32,9 @@ def _task_files(
     return hashed_files(folder, sorted(files), hasher)
 
 
-def _check_task_files(where: str, harness: HarnessEvaluation, folder: str) -> None:
+def _check_task_files(harness: HarnessEvaluation, folder: str) -> None:
     if not Path(folder).is_dir():
-        raise UserError(f"{where}: there is no folder {folder}")
+        raise UserError(f"there is no folder {folder}")
     list(files_below(Path(folder)))  # raises for anything but regular files
 
 
@@ -58,16 +57,16 @@ class HarnessEvaluation(SuiteSection):
     num_fewshot: int | None = Field(None, ge=0, le=1000)
     """Worked examples in a prompt; default: the task's own."""
 
-    def faults(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
+    def faults(self, loaded: LoadedRecipe, where: str) -> Iterator[Fault]:
         if not self.tasks:
-            yield f"{where}.tasks: names no task; set some, or evaluate.presets"
+            yield Fault(f"{where}.tasks", "names no task; set some, or evaluate.presets")
 
-    def slow_faults(self, where: str) -> Iterator[str]:
+    def slow_faults(self, where: str) -> Iterator[Fault]:
         yield from call("stages.evaluate.suites.harness.tasks:name_faults", self, where)
 
-    def missing(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
+    def missing(self, loaded: LoadedRecipe, where: str) -> Iterator[Fault]:
         if not installed_versions(["lm-eval"]):
-            yield NO_HARNESS
+            yield Fault(where, NO_HARNESS)
 
 
 SUITE = HarnessEvaluation

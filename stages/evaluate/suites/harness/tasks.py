@@ -23,6 +23,7 @@ from bosch.files import read_regular
 from data_prep.text import decode_utf8
 from stages.evaluate.answers import TaskGroup
 from stages.evaluate.suites.harness import NO_HARNESS, HarnessEvaluation
+from stages.faults import Fault
 
 logger = logging.getLogger(__name__)
 
@@ -57,17 +58,17 @@ class _Absent:
     task_name: str
 
 
-def name_faults(section: HarnessEvaluation, where: str) -> Iterator[str]:
+def name_faults(section: HarnessEvaluation, where: str) -> Iterator[Fault]:
     """Tasks that lm-eval does not know, or that a run would refuse."""
     unknown = _unknown(section.tasks)
     for name, similar in unknown.items():
         hint = f"did you mean {similar}? " if similar else ""
-        yield f"{where}.tasks: lm-eval knows no task {name}; {hint}{_ALL_TASKS}"
+        yield Fault(f"{where}.tasks", f"lm-eval knows no task {name}; {hint}{_ALL_TASKS}")
     if not unknown:
         try:
             refuse_unscorable(task_manager(section.tasks), section.tasks)
         except UserError as fault:
-            yield str(fault)
+            yield Fault.of(fault, f"{where}.tasks")
 
 
 def _unknown(names: Sequence[str]) -> dict[str, str | None]:
@@ -106,7 +107,7 @@ def task_manager(names: Sequence[str]) -> Any:
     """
     spec = importlib.util.find_spec("lm_eval")
     if spec is None or spec.origin is None:
-        raise UserError(NO_HARNESS)
+        raise UserError(NO_HARNESS, "evaluate.harness")
     from lm_eval.tasks import TaskManager
 
     below = Path(spec.origin).parent / "tasks"

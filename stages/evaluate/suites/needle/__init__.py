@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field
 from bosch.model.yarn import original_positions, yarn_fault
 from data_prep.tasks.tables import DATA_FILES, NEW_TOKENS, NeedleTask, RulerTask
 from stages.evaluate.section import SuiteSection, Work
+from stages.faults import Fault
 from stages.fields import Count, Number, PathText, different
 from stages.inputs import Hasher, Input, prose
 from stages.stage import LoadedRecipe
@@ -60,40 +61,40 @@ class NeedleEvaluation(SuiteSection):
         """Tokens that a model may generate in a task."""
         return NEW_TOKENS[task] if self.max_new_tokens is None else self.max_new_tokens
 
-    def faults(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
+    def faults(self, loaded: LoadedRecipe, where: str) -> Iterator[Fault]:
         yield from self._yarn_faults(loaded, where)
         for length in self.lengths:
             new_tokens = max(self.new_tokens(task) for task in self.tasks)
             if new_tokens >= length:
-                yield (
-                    f"{where}.max_new_tokens: {new_tokens:,} leaves no room "
-                    f"for a prompt in {where}.lengths = {length:,}"
+                yield Fault(
+                    f"{where}.max_new_tokens",
+                    f"{new_tokens:,} leaves no room for a prompt in {where}.lengths = {length:,}",
                 )
 
-    def chat_faults(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
+    def chat_faults(self, loaded: LoadedRecipe, where: str) -> Iterator[Fault]:
         """Lengths with less than two positions left, which a chat template needs at least."""
         for length, (limit, limit_text) in self._position_limits(loaded).items():
             if limit - 2 < length <= limit:
-                yield (
-                    f"{where}.lengths: {length:,} leaves no room for evaluate.chat_template in "
-                    f"{limit_text}; lower it by about a hundred, or set a larger factor in "
-                    f"{where}.yarn"
+                yield Fault(
+                    f"{where}.lengths",
+                    f"{length:,} leaves no room for evaluate.chat_template in {limit_text}; lower "
+                    f"it by about a hundred, or set a larger factor in {where}.yarn",
                 )
 
-    def _yarn_faults(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
+    def _yarn_faults(self, loaded: LoadedRecipe, where: str) -> Iterator[Fault]:
         """Lengths beyond the model's positions without a sufficient YaRN factor."""
         for length in set(self.yarn) - set(self.lengths):
-            yield f"{where}.yarn: {length:,} is not among {where}.lengths"
+            yield Fault(f"{where}.yarn", f"{length:,} is not among {where}.lengths")
         fault = yarn_fault(loaded.info.config) if loaded.info is not None and self.yarn else None
         if fault is not None:
-            yield f"{where}.yarn: RoPE cannot be stretched: {fault}"
+            yield Fault(f"{where}.yarn", f"RoPE cannot be stretched: {fault}")
         trained = self._trained_length(loaded) or loaded.positions or 1
         for length, (limit, limit_text) in self._position_limits(loaded).items():
             if length > limit:
-                name = "yarn" if length in self.yarn else "lengths"
-                yield (
-                    f"{where}.{name}: {length:,} is more than {limit_text}"
-                    f"; set {where}.yarn, like {{{length}: {math.ceil(length / trained)}}}"
+                yield Fault(
+                    f"{where}.{'yarn' if length in self.yarn else 'lengths'}",
+                    f"{length:,} is more than {limit_text}; set {where}.yarn, like "
+                    f"{{{length}: {math.ceil(length / trained)}}}",
                 )
 
     def _position_limits(self, loaded: LoadedRecipe) -> dict[int, tuple[float, str]]:
@@ -120,11 +121,11 @@ class NeedleEvaluation(SuiteSection):
         card = info.directory / "README.md" if info.directory is not None else None
         return original_positions(info.config, card)
 
-    def missing(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
+    def missing(self, loaded: LoadedRecipe, where: str) -> Iterator[Fault]:
         for task in self.tasks:
             fault = missing_ruler_file(task, self.data_dir)
             if fault is not None:
-                yield f"{where}.data_dir: {fault}"
+                yield Fault(f"{where}.data_dir", fault)
 
     def work(self) -> list[Work]:
         samples = self.samples * len(self.tasks)

@@ -9,6 +9,7 @@ from typing import Annotated
 from pydantic import Field
 
 from stages.evaluate.section import SuiteSection, Work
+from stages.faults import Fault
 from stages.fields import Count, PathText
 from stages.inputs import prose
 from stages.stage import LoadedRecipe, position_faults
@@ -30,7 +31,7 @@ class PositionEvaluation(SuiteSection):
     """Folder of .txt or .md files that are no training data; default: the source files of
     transformers' models from their first class on, the longest first."""
 
-    def faults(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
+    def faults(self, loaded: LoadedRecipe, where: str) -> Iterator[Fault]:
         yield from position_faults(loaded, f"{where}.length", self.length)
 
     def work(self) -> list[Work]:

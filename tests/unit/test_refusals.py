@@ -1,0 +1,294 @@
+"""What a recipe is refused for: each change names its field, and a neighbour of it is accepted."""
+
+from __future__ import annotations
+
+import pytest
+
+from bosch.errors import UserError
+from pipeline.cli import main
+from pipeline.recipe.load import load_recipe
+from tests.pipeline_case import Case
+
+FRONT = "search.method=front"
+DEEPSPEED = "runtime.sharding=deepspeed"
+FLASH = "runtime.attention=flash"
+HUB = "prepare.sources.0={name: a, kind: huggingface, path: a/b, revision: "
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """4 layers of 4 KV heads of 8 numbers, 1,024 positions, 4 calibration examples of 256 tokens,
+    W = 32; 4,096 prepared tokens in sequences of 128, batches of 512."""
+    return Case(tmp_path_factory.mktemp("refusals") / "case")
+
+
+# The change, the field that the message names, and a telling word of it.
+FIELDS = [
+    ("serach.x=1", "serach", "did you mean search?"),
+    ("swa_ratio=0.5", "swa_ratio", "did you mean search.swa_ratio?"),
+    ("search.zzz=1", "search.zzz", "known here are method"),
+    ("prepare.sources.0={1: 2}", "prepare.sources.0.1", "unknown key"),
+    ("search.solver=nomda", "search.solver", "did you mean nomad?"),
+    ("train.checkpointing=full", "train.checkpointing", "runtime.checkpointing or checkpoint_tok"),
+    ("evaluate.lengths=[512]", "evaluate.lengths", "evaluate.needle.lengths"),
+    ("evaluate.needle.yarn={2k: 0.5}", "evaluate.needle.yarn.2k", "greater"),
+    ("evaluate.needle.yarn={x: 2}", "evaluate.needle.yarn.x", "not a count"),
+    ("search.swa_ratio=1.5", "search.swa_ratio", "at most 1"),
+    ("name=Store", "name", "reserved"),
+    ("name=a/b", "name", "cannot name a folder"),
+    ("name=" + "n" * 101, "name", "cannot name a folder"),
+    ("train.learning_rate=.inf", "train.learning_rate", "finite"),
+    ("search.window_size=true", "search.window_size", "whole number"),
+    ("search.swa_ratio=true", "search.swa_ratio", "a number"),
+    ("train.liger=1", "train.liger", "true or false"),
+    ("seed=010", "seed", "whole number"),
+    ("seed=2147483648", "seed", "less than 2,147,483,648"),
+    ("runtime.processes=many", "runtime.processes", "auto"),
+    ("runtime.output_root=", "runtime.output_root", "nothing"),
+    ("runtime.output_root=''", "runtime.output_root", "empty"),
+    ("prepare.calibration.essay_dir=~nobody-here", "prepare.calibration.essay_dir", "no user"),
+    ("prepare.sources.0.name=" + "n" * 300, "prepare.sources.0.name", "one line"),
+    ("evaluate.needle.lengths=[512,512]", "evaluate.needle.lengths", "512 twice"),
+    ("prepare=3", "prepare", "keys below it"),
+    ("search=null", "search", "missing"),
+    ("prepare.sources=[]", "prepare.sources", "at least 1 item"),
+    ("search.windows=" + str([*range(1, 17)]), "search.windows", "at most 15 items"),
+    ("search.windows=[64,16]", "search.windows", "ascending"),
+    ("search.swa_ratio=null", "search", "no budget"),
+    ("search.gamma=-0.01", "search.gamma", "at least 0"),
+    ("search.alpha=0", "search.alpha", "greater than 0"),
+    ("search.budget.bytes=1kB", "search.budget.bytes", "a size and its context"),
+    (f"search.sinks={10**15}", "search", "2^31"),
+    ("evaluate.presets=[shorts]", "evaluate.presets.0", "short, long"),
+    ("evaluate.needle=null", "evaluate", "nothing to evaluate"),
+    ("evaluate.harness={}", "evaluate.harness.tasks", "names no task"),
+    ("materialize.max_shard_size=5GiB", "materialize.max_shard_size", "file size"),
+    ("prepare.sources.0.filters.matches={lang: '(a'}", "prepare.sources.0.filters.matches.lang",
+     "regular expression"),
+    # Files
+    ("model.path=recipes/nothing", "model.path", "no directory"),
+    ("model.path=nobody/nothing", "model.path", "neither a directory nor"),
+    ("evaluate.needle.essay_dir=no/where", "evaluate.needle.essay_dir", "no folder"),
+    ("evaluate.harness={tasks: [a], data_dir: no}", "evaluate.harness.data_dir", "no folder"),
+    ("prepare.sources.0.path=no/where", "prepare.sources.0.path", "names no file"),
+    ("prepare.sources.0.path=null", "prepare.sources.0", "needs a path"),
+    ("evaluate.needle.tasks=[qa_2]", "evaluate.needle.data_dir", "hotpotqa.json"),
+    ("evaluate.chat_template=true", "evaluate.chat_template", "no chat template"),
+]  # fmt: skip
+
+# The same with the nearest change that is accepted, and further changes of both.
+NEIGHBOURS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
+    ("search.method=given", "search.mask", "given", "seed=0", ()),
+    ("search.mask=m.json", "search.mask", "given", "seed=0", ()),
+    ("search.strict=false", "search.solver", "strict", "search.strict=true",
+     ("search.solver=nomad_penalty",)),
+    ("search.windows=[16,32]", "search.windows", "one window", "search.windows=[16]", ()),
+    ("search.window_size=256", "search.window_size", "calibration.length = 256",
+     "search.window_size=255", ("train=null",)),
+    ("search.windows=[16,253]", "search.windows", "253 with 3 sinks", "search.windows=[16,252]",
+     (FRONT, "search.sinks=3", "train=null")),
+    # A window of 32 holds 31 of 256 tokens, one of 8 holds 7: a share of 0.02734375.
+    ("search.points=[0.12,0.5]", "search.points", "0.12", "search.points=[0.122,0.99]", (FRONT,)),
+    ("search.points=[0.0273]", "search.points", "0.027344", "search.points=[0.027344]",
+     (FRONT, "search.windows=[8,32]")),
+    ("search.points=[0.9999999]", "search.points", "below 1", "search.points=[0.99]", (FRONT,)),
+    ("search.swa_ratio=0.6", "search.swa_ratio", "0 to 0.5", "search.swa_ratio=0.5",
+     ("search.buckets=[0,0.5]",)),
+    ("search.method=bosch", "search.swa_ratio", "0.5 to 1", "search.method=rand",
+     ("search.swa_ratio=0.4", "search.buckets=[0.5,1]")),
+    # Fourteen of sixteen heads have to slide.
+    ("search.buckets=[0,0.75]", "search.budget", "0.875", "search.buckets=[0,0.875]",
+     ("search.budget={kv_cache: 0.25 @ 256}",)),
+    ("search.budget={kv_cache: 0.12 @ 256}", "search.budget.kv_cache", "hold at 256 tokens",
+     "search.budget={kv_cache: 0.1211 @ 256}", ()),
+    ("search.head_granularity=3", "search.head_granularity", "4 KV", "search.head_granularity=4",
+     ()),
+    ("search.head_granularity=4", "search.swa_ratio", "7 sliding heads", "search.head_granularity=1",
+     ("search.swa_ratio=0.4",)),
+    ("model.dtype=float32", "runtime.attention", "float32", "model.dtype=bfloat16", (FLASH,)),
+    ("search.sinks=2", "runtime.attention", "sinks", "search.sinks=0", (FLASH,)),
+    ("search.window_size=128", "search.window_size", "sequence_length = 128",
+     "search.window_size=127", ()),
+    ("prepare.calibration.length=1025", "prepare.calibration.length", "1,024 positions",
+     "prepare.calibration.length=1024", ()),
+    ("prepare.sequence_length=2k", "prepare.sequence_length", "1,024 positions",
+     "prepare.sequence_length=1k", ("train.batch_tokens=2k",)),
+    ("prepare.sources.1.name=a", "prepare.sources", "twice", "prepare.sources.1.name=b",
+     ("prepare.sources=[{name: a, kind: retrieval}, {name: c, kind: python_docs}]",)),
+    (HUB + "main}", "prepare.sources.0.revision", "commit", HUB + "0" * 40 + "}", ()),
+    ("prepare.sources.0.filters.matches.lang=en", "prepare.sources.0.filters.matches", "no fields",
+     "seed=0", ()),
+    ("prepare.sources.0.filters={min_tokens: 5, max_tokens: 4}", "prepare.sources.0.filters",
+     "more than", "prepare.sources.0.filters={min_tokens: 5, max_tokens: 5}", ()),
+    ("train.total_tokens=4608", "prepare.train_tokens", "4,608", "train.total_tokens=4607", ()),
+    ("train.total_tokens=511", "train.total_tokens", "511", "train.total_tokens=512",
+     ("train.checkpoint_tokens=[]",)),
+    ("runtime.heldout_sequences=17", "prepare.train_tokens", "4,224",
+     "runtime.heldout_sequences=16", ("runtime.heldout_every_steps=1",)),
+    ("train.checkpoint_tokens=[2049]", "train.checkpoint_tokens", "2,049",
+     "train.checkpoint_tokens=[2048]", ()),
+    ("runtime.processes=3", "train.batch_tokens", "3 process(es)", "runtime.processes=2", ()),
+    (DEEPSPEED, "train.bad_steps", "deepspeed", "runtime.sharding=fsdp", ("train.bad_steps=skip",)),
+    (DEEPSPEED, "train.lora", "deepspeed", "runtime.sharding=fsdp", ("train.lora={}",)),
+    ("train.teacher=original", "train.teacher", "deepspeed", "train.teacher=none", (DEEPSPEED,)),
+    (DEEPSPEED, "runtime.context_parallel", "deepspeed", "runtime.sharding=none",
+     ("runtime.context_parallel=2",)),
+    ("runtime.compile=true", "runtime.context_parallel", "compiled", "runtime.compile=false",
+     ("runtime.context_parallel=2",)),
+    ("runtime.context_parallel=2", "runtime.attention", "whole sequences",
+     "runtime.context_parallel=1", ("runtime.attention=varlen",)),
+    ("runtime.checkpointing=attention", "runtime.attention", "saves its outputs",
+     "runtime.checkpointing=full", ("runtime.attention=flex",)),
+    ("train.mixed_precision='no'", "runtime.attention", "float32", "train.mixed_precision=bf16",
+     (FLASH,)),
+    ("rival={}", "rival", "train", "rival=null", ("train=null",)),
+    # For the task with the longest answers.
+    ("evaluate.needle={tasks: [vt, fwe], lengths: [50]}", "evaluate.needle.max_new_tokens", "50",
+     "evaluate.needle={tasks: [vt, fwe], lengths: [51]}", ()),
+    ("evaluate.needle.lengths=[1025]", "evaluate.needle.lengths", "like {1025: 2}",
+     "evaluate.needle.lengths=[1024]", ()),
+    ("evaluate.needle={lengths: [2049], yarn: {2049: 2}}", "evaluate.needle.yarn",
+     "like {2049: 3}", "evaluate.needle={lengths: [2048], yarn: {2048: 2}}", ()),
+    ("evaluate.needle={lengths: [1100], yarn: {1100: 2}, yarn_original_length: 512}",
+     "evaluate.needle.yarn", "2 times the 512",
+     "evaluate.needle={lengths: [1024], yarn: {1024: 2}, yarn_original_length: 512}", ()),
+    ("evaluate.needle.yarn={600: 2}", "evaluate.needle.yarn", "not among",
+     "evaluate.needle.yarn={512: 2}", ()),
+    ("evaluate.positions.length=1025", "evaluate.positions.length", "1,025",
+     "evaluate.positions.length=1024", ()),
+    ("measure.lengths=[1025]", "measure.lengths", "1,025", "measure.lengths=[1024]", ()),
+    ("materialize.point=1", "materialize.point", "one mask", "seed=0", ()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "field", "word"), FIELDS, ids=[row[0][:60] for row in FIELDS])
+def test_a_fault_names_its_field(change: str, field: str, word: str, case: Case) -> None:
+    fault = case.fault(change)
+    assert fault.startswith(f"{field}: ") and word in fault and "\n" not in fault
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "word", "accepted", "beside"),
+    NEIGHBOURS,
+    ids=[" ".join(row[:2])[:80] for row in NEIGHBOURS],
+)
+def test_a_value_is_refused_and_its_neighbour_is_accepted(
+    change: str, field: str, word: str, accepted: str, beside: tuple[str, ...], case: Case
+) -> None:
+    fault = case.fault(*beside, change)
+    assert fault.startswith(f"{field}: ") and word in fault and "\n" not in fault
+    load_recipe(case.file, [*beside, accepted], env={}, input_files=False)
+
+
+# Changes of the model's config.json, further changes, the field and a telling word.
+MODELS = [
+    ({"num_hidden_layers": None}, (), "model.path", "num_hidden_layers"),
+    ({"num_key_value_heads": 3}, (), "model.path", "multiple"),
+    ({"layer_types": 7}, (), "model.path", "cannot read"),
+    ({"model_type": None}, (), "model.path", "model_type"),
+    ({"vocab_size": 10**15}, (), "model.path", "vocab_size"),
+    ({"hybrid_attention": {"sinks": 0}}, (), "model.path", "hybrid model already"),
+    ({"model_type": "bert", "layer_types": None}, (), "model.path", "encoder"),
+    ({"kv_lora_rank": 64}, (), "model.path", "latent attention"),
+    ({"model_type": "mistral", "sliding_window": 9, "layer_types": None},
+     ("search.budget.bytes=1MiB @ 1k",), "model.path", "in every layer"),
+    ({"layer_types": ["linear_attention"] * 4}, (FRONT, "search.points=[0.5]"), "model.path",
+     "no layer"),
+    ({"text_config": {"a": 1}}, (), "model.path", "text decoder"),
+    ({"attn_implementation": "org/kernel"}, (), "model.path", "would load code"),
+    ({"_attn_implementation": {"": "org/kernel"}}, (), "model.path", "would load code"),
+    ({"text_config": {"a": [{"attn_implementation": "org/kernel"}]}}, (), "model.path",
+     "text_config.a.0.attn_implementation"),
+    ({"experts_implementation": "sonicmoe"}, (), "model.path", "would load code"),
+    ({"transformers_weights": "b.safetensors"}, (), "model.path", "other code or files"),
+    ({"quantization_config": {"quant_method": "eetq"}}, (), "model.path", "eetq"),
+    ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, (), "model.path", "gptq"),
+    ({"quantization_config": {"load_in_8bit": True}}, (), "model.path", "bitsandbytes"),
+    ({"vision": {"quantization_config": {"quant_method": "awq"}}}, (), "model.path", "awq"),
+    ({"model_type": "qwen3_moe", "num_experts": 4, "output_router_logits": True}, (), "model.path",
+     "output_router_logits"),
+    ({"model_type": "afmoe"}, ("train.document_masking=true",), "train.document_masking", "borders"),
+    ({"model_type": "gemma2"}, (FLASH,), "runtime.attention", "capped"),
+    ({"model_type": "gpt_oss"}, (FLASH,), "runtime.attention", "extra logit"),
+    ({"head_dim": 264}, (FLASH,), "runtime.attention", "256 dimensions"),
+    ({"attention_dropout": 0.1}, ("runtime.attention=flex",), "runtime.attention", "dropout"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, ("evaluate.needle.yarn={512: 2}",),
+     "evaluate.needle.yarn", "stretched"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "field", "word"), MODELS, ids=[str(row[0])[:60] for row in MODELS]
+)
+def test_a_model_is_refused_for_what_it_lacks(
+    config: dict[str, object],
+    changes: tuple[str, ...],
+    field: str,
+    word: str,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    case = Case(tmp_path_factory.mktemp("model") / "case")
+    case.change_config(**config)
+    fault = case.fault(*changes)
+    assert fault.startswith(f"{field}: ") and word in fault and "\n" not in fault
+
+
+def test_a_length_without_room_for_a_chat_template_is_refused(case: Case) -> None:
+    (case.model / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    chat = "evaluate.chat_template=true"
+    for accepted, refused in (
+        ("evaluate.needle.lengths=[1022]", "evaluate.needle.lengths=[1024]"),
+        (
+            "evaluate.needle={lengths: [1024], yarn: {1024: 2}}",
+            "evaluate.needle={lengths: [2048], yarn: {2048: 2}}",
+        ),
+    ):
+        load_recipe(case.file, [chat, accepted], env={})
+        assert case.fault(chat, refused).startswith("evaluate.needle.lengths: ")
+    (case.model / "chat_template.jinja").unlink()
+
+
+def test_a_file_in_the_place_of_a_stages_link_is_refused_and_kept(case: Case) -> None:
+    place = case.runs / "tiny" / "search"
+    place.mkdir(parents=True)
+    assert case.fault().startswith(f"runtime.output_root: {place} ")
+    assert place.is_dir() and not place.is_symlink()
+    place.rmdir()
+    load_recipe(case.file, env={})
+
+
+def test_a_source_that_holds_the_results_is_refused(case: Case) -> None:
+    """Otherwise the data's key would change with every file that the run writes."""
+    (case.runs / "corpus").mkdir(parents=True, exist_ok=True)
+    (case.runs / "corpus" / "a.txt").write_text("text")
+    for kind, path, root, refused in (
+        ("text", "", "runs", True),
+        ("jsonl", "", "runs", True),
+        ("text", "runs", "runs", True),
+        ("text", "", ".runs", False),
+        ("text", "runs/corpus", "runs", False),
+        ("text", "*.txt", "runs", False),
+        ("parquet", "", "runs", False),
+    ):
+        changes = [
+            f"prepare.sources.0={{name: a, kind: {kind}, path: '{case.folder / path}'}}",
+            f"runtime.output_root={case.folder / root}",
+        ]
+        try:
+            load_recipe(case.file, changes, env={}, input_files=False)
+        except UserError as fault:
+            assert refused and "prepare.sources.0.path: " in str(fault)
+        else:
+            assert not refused, (kind, path, root)
+
+
+@pytest.mark.parametrize("target", [None, "gone", "itself"])
+def test_an_output_root_that_is_no_folder_ends_in_one_line(
+    target: str | None, case: Case, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = case.folder / f"root-{target}"
+    path.symlink_to(path.name if target == "itself" else target) if target else path.touch()
+    if target != "gone":  # mkdir makes what a link leads to
+        assert main(["run", str(case.file), f"runtime.output_root={path}"]) != 0
+        said = capsys.readouterr().err
+        assert str(path) in said and "Traceback" not in said
