@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import struct
 import subprocess
@@ -12,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,26 @@ def write_safetensors(path: Path, value: int = 0) -> None:
     """A weights file with one tensor of four bytes."""
     header = json.dumps({"w": {"dtype": "I32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     path.write_bytes(struct.pack("<Q", len(header)) + header + struct.pack("<i", value))
+
+
+@cache
+def _weights() -> bytes:
+    """Weights of a case's model with the names and shapes of its config.json; all are zero."""
+    layer = {
+        "input_layernorm": [64], "post_attention_layernorm": [64], "self_attn.q_norm": [8],
+        "self_attn.k_norm": [8], "self_attn.q_proj": [64, 64], "self_attn.k_proj": [32, 64],
+        "self_attn.v_proj": [32, 64], "self_attn.o_proj": [64, 64], "mlp.gate_proj": [128, 64],
+        "mlp.up_proj": [128, 64], "mlp.down_proj": [64, 128],
+    }  # fmt: skip
+    shapes = {"embed_tokens": [256, 64], "norm": [64]}
+    shapes |= {f"layers.{n}.{name}": shape for n in range(4) for name, shape in layer.items()}
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 2 * math.prod(shape)
+        entry = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+        header[f"model.{name}.weight"] = entry
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(end)
 
 
 def truncate(path: Path, cut: int) -> None:
@@ -130,7 +152,7 @@ class Case:
         }
         (self.model / "config.json").write_text(json.dumps(config))
         (self.model / "tokenizer.json").write_text("{}")
-        write_safetensors(self.model / "model.safetensors")
+        (self.model / "model.safetensors").write_bytes(_weights())
         self.corpus = folder / "corpus"
         self.corpus.mkdir()
         (self.corpus / "a.txt").write_text("some text")

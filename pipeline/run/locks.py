@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 from bosch.errors import RunError
 
 # `holder` takes a free lock for a moment.
-_MOMENT_SECONDS = 2.0
+MOMENT_SECONDS = 2.0
 
 
 @contextlib.contextmanager
@@ -27,7 +27,7 @@ def hold(path: Path, name: str, recipe: str, *, wait: bool = False) -> Iterator[
     lock, note = FileLock(path), _note(path)
     try:
         try:
-            lock.acquire(timeout=_MOMENT_SECONDS)
+            lock.acquire(timeout=MOMENT_SECONDS)
         except Timeout:
             message = f"{name} is being made by {_holder(path)}"
             if not wait:

@@ -14,7 +14,6 @@ from bosch.heads import HeadMask
 from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
 from bosch.window import Window
-from pipeline.recipe.load import load_recipe
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.evaluate.scores import (
     HYBRID,
@@ -31,7 +30,6 @@ from stages.report.decision import choose, comparisons, headline, overall
 from stages.report.results import NeedleScores, Results, collect_scores, load_results
 from stages.report.stage import ReportConfig
 from tests import report_fixture
-from tests.pipeline_case import Case
 from tests.tiny_data import save_tiny_model
 
 FIRST, LAST = "tokens-1000", "tokens-2000"
@@ -318,23 +316,3 @@ def test_the_stage_measure_compares_the_hybrid_with_its_original(tmp_path: Path)
     assert [point.length for point in record.hybrids] == [1024]
     assert summary.keys() == {"1024"} and summary["1024"]["prefill_tokens_per_second"] > 0
     assert not list((tmp_path / "work").glob("*.partial.jsonl"))
-
-
-_MENU = ["search.method=front", "search.windows=[32,64]"]
-
-
-@pytest.mark.parametrize(
-    ("search", "lengths", "sentence"),
-    [
-        ([], [16, 512], "measure.lengths: 16 is less than search.window_size = 32"),
-        ([], [512, 4096], "measure.lengths: 4,096 is more than the model's 1,024 pos"),
-        ([], [512, 256], "measure.lengths: the values must be in ascending order without repeats"),
-        (_MENU, [48], "measure.lengths: 48 is less than search.windows = 64"),
-    ],
-)
-def test_an_invalid_section_measure_is_refused(
-    tmp_path: Path, search: list[str], lengths: list[int], sentence: str
-) -> None:
-    case = Case(tmp_path)
-    load_recipe(case.file, [*search, "measure.lengths=[64,512]"], env={})
-    assert sentence in case.fault(*search, f"measure.lengths={lengths}")

@@ -27,7 +27,7 @@ with hold(pathlib.Path(sys.argv[1]), "tiny: stage search", "tiny"):
 def test_a_second_run_is_told_who_holds_the_lock_which_a_kill_frees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(locks, "_MOMENT_SECONDS", 0.1)
+    monkeypatch.setattr(locks, "MOMENT_SECONDS", 0.1)
     lock = tmp_path / "locks" / "search.lock"
     assert holder(lock) is None
     command = [sys.executable, "-c", HOLDER, str(lock)]

@@ -27,16 +27,11 @@ from tests.tiny_data import save_tiny_model
         (lambda c: (c.model / "config.json").unlink(), "has no config.json"),
         (lambda c: (c.model / "config.json").write_text("{"), "cannot be read as JSON"),
         (lambda c: (c.model / "config.json").write_text("[]"), "expected a JSON object"),
-        (lambda c: c.change_config(num_hidden_layers=None), "num_hidden_layers = None"),
-        (lambda c: c.change_config(layer_types=7), "read config.json as one of type 'qwen3' (Str"),
-        (lambda c: c.change_config(num_key_value_heads=3), "no multiple of its 3 KV heads"),
-        (lambda c: c.change_config(model_type=None), "names no model_type"),
-        (lambda c: c.change_config(hybrid_attention={"sinks": 0}), "is a hybrid model already"),
         (lambda c: (c.model / "tokenizer.json").unlink(), "has no tokenizer files"),
         (lambda c: (c.model / "model.safetensors").unlink(), "are missing"),
         (lambda c: (c.model / "model.safetensors").write_bytes(b"ab"), "header is cut short"),
         (lambda c: truncate(c.model / "model.safetensors", 1), "its header asks for"),
-        (lambda c: truncate(c.model / "model.safetensors", 30), "header is cut short"),
+        (lambda c: truncate(c.model / "model.safetensors", 330_000), "header is cut short"),
         (lambda c: write_index(c, "gone.safetensors"), "gone.safetensors are missing"),
         (lambda c: (c.model / "model.safetensors.index.json").write_text("{}"), "no weight_map"),
         (lambda c: (c.model / "adapter_config.json").write_text("{}"), "beside the model"),
@@ -44,18 +39,7 @@ from tests.tiny_data import save_tiny_model
             lambda c: (c.model / "shard-00000-model-00000-of-00001.safetensors").touch(),
             "beside the model",
         ),
-        (lambda c: c.change_config(vocab_size=10**15), "vocab_size = 1000000000000000; expected"),
         (lambda c: (c.model / "generation_config.json").symlink_to("gone"), "No such file"),
-        (lambda c: c.change_config(attn_implementation="org/kernel"), "would load code"),
-        (lambda c: c.change_config(_attn_implementation={"": "org/kernel"}), "would load code"),
-        (
-            lambda c: c.change_config(text_config={"a": [{"attn_implementation": "org/kernel"}]}),
-            "text_config.a.0.attn_implementation = 'org/kernel' would load code",
-        ),
-        (lambda c: c.change_config(experts_implementation="sonicmoe"), "would load code"),
-        (lambda c: c.change_config(quantization_config={"quant_method": "eetq"}), "by 'eetq'"),
-        (lambda c: c.change_config(transformers_weights="b.safetensors"), "other code or files"),
-        (lambda c: c.change_config(text_config={"a": 1}), "its text decoder is {'a': 1}, no conf"),
         (
             lambda c: (c.model / "generation_config.json").write_text("7"),
             "generation_config.json cannot be read as JSON (expected a JSON object)",
@@ -94,25 +78,6 @@ def write_index(case: Case, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({"model_type": "bert"}, "'bert' are not supported: it is an encoder"),
-        ({"kv_lora_rank": 64}, "latent attention"),
-        ({"model_type": "mistral", "sliding_window": 9}, "(9 tokens) in every layer"),
-        ({"layer_types": ["linear_attention"] * 4}, "no layer of it has full attention"),
-    ],
-)
-def test_models_that_cannot_be_searched_are_refused(
-    case: Case, config: dict[str, Any], expected: str
-) -> None:
-    case.change_config(**{"layer_types": None, **config})
-    message = case.fault("search.buckets=[0,0.25]")
-    assert message.startswith("2 faults")
-    (line,) = [line for line in message.splitlines() if line.startswith("  model.path: ")]
-    assert expected in line
-
-
-@pytest.mark.parametrize(
     "config",
     [
         {"model_type": "mistral", "sliding_window": None},
@@ -137,22 +102,6 @@ def test_models_with_layers_of_full_attention_are_accepted(
 ) -> None:
     case.change_config(**{"layer_types": None, **config})
     assert load_recipe(case.file).info is not None
-
-
-@pytest.mark.parametrize(
-    ("config", "quantiser"),
-    [
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
-        ({"quantization_config": {"load_in_8bit": True}}, "bitsandbytes"),
-        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
-        ({"vision": {"quantization_config": {"quant_method": "awq"}}}, "awq"),
-    ],
-)
-def test_weights_that_cannot_become_a_hybrid_are_refused_before_the_search(
-    case: Case, config: dict[str, Any], quantiser: str
-) -> None:
-    case.change_config(**config)
-    assert case.fault().startswith(f"model.path: the model's weights are quantised by {quantiser},")
 
 
 def test_a_hybrid_hub_name_needs_no_network_for_status(case: Case) -> None:
@@ -214,4 +163,4 @@ def test_validate_compares_the_headers_of_weights_with_the_model(
     model = SimpleNamespace(loading={})
     faults = list(weight_faults(SimpleNamespace(info=info, recipe=SimpleNamespace(model=model))))  # type: ignore[arg-type]
     assert len(faults) == (expected is not None)
-    assert expected is None or (expected in faults[0] and faults[0].startswith("model.path: "))
+    assert expected is None or (expected in faults[0].text and faults[0].path == "model.path")

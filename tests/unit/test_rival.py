@@ -48,20 +48,6 @@ def test_adding_a_rival_to_a_finished_run_trains_the_hybrid_no_second_time(case:
     assert list(states)[-4:] == ["rival", "train_rival", "evaluate", "report"]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        (["rival={}", "train=null"], "rival: needs a section train; name the"),
-        (["rival.method=bosch"], "rival.method: expected rand, bme, intr, "),
-        (["evaluate.rivals=[intr,front]"], "evaluate.rivals.1: expected rand, bme, intr, "),
-    ],
-)
-def test_a_rival_that_cannot_be_made_is_refused(
-    case: Case, overrides: list[str], sentence: str
-) -> None:
-    assert sentence in case.fault(*overrides)
-
-
 def test_the_plan_states_the_cost_of_the_rival(case: Case) -> None:
     def costs(*overrides: str) -> dict[str, Cost]:
         return plan_costs(load_recipe(case.file, overrides, env={}), CPU)
