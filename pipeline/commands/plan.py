@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from bosch.budget import LayerHeads
 from bosch.commands import print_json
 from bosch.errors import UserError
 from bosch.hardware import DEVICES, cpu_cores
@@ -165,12 +166,12 @@ def plan_lines(
         yield f"  {'KV cache':<12} at {format_length(cache['tokens'])} tokens {sizes}"
 
 
-def _caches(loaded: LoadedRecipe) -> Iterator[dict[str, int | None]]:
+def _caches(loaded: LoadedRecipe) -> Iterator[dict[str, Any]]:
     """Bytes of a request's KV cache, with the mask of a file or any mask of the recipe's ratio."""
     info, recipe = loaded.info, loaded.recipe
     assert info is not None
     rows = recipe[SearchConfig].kv_heads(info.kinds, recipe.model.dtype)
-    full = [{None: info.kinds.heads}] * len(rows)
+    full: list[LayerHeads] = [{None: info.kinds.heads}] * len(rows)
     itemsize = BYTES[recipe[MaterializeConfig].dtype]
     cache = CacheSize.of(rows, info.kinds, itemsize, state_bytes=0)
     for tokens in served_tokens(info.max_positions):

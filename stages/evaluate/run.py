@@ -47,7 +47,8 @@ def run(
     for name, (folder, stage) in folders.items():
         model = config.model.model_copy(update={"path": str(folder), "revision": None})
         hashes = Manifest.read(stage).hashes if exists(stage / Manifest.FILE) else None
-        models.append(EvaluatedModel(name, model, hashes and digest_of({"files": hashes})))
+        identity = digest_of({"files": hashes}) if hashes else None
+        models.append(EvaluatedModel(name, model, identity))
     return evaluate_models(
         config,
         models,

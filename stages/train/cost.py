@@ -34,7 +34,7 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
         shape, train, recipe.runtime, length, rows, processes,
         devices.on_gpu, devices.memory,
     )  # fmt: skip
-    checkpointing = recipe.runtime.checkpointing
+    checkpointing: str = recipe.runtime.checkpointing
     try:
         memory = job.memory()
         checkpointing = memory.checkpointing

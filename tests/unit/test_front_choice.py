@@ -142,25 +142,18 @@ def test_another_point_needs_no_new_search(case: Case) -> None:
     assert "materialize.point: method given finds one mask" in fault
 
 
-def test_the_plan_states_budget_and_points(case: Case) -> None:
+def test_the_plan_counts_the_evaluations_of_a_front(case: Case) -> None:
+    """Two anchors and the passes of a front, each over three of the four examples."""
     lines = "\n".join(plan_lines(load_recipe(case.file, ["search.budget.kv_cache=0.5 @ 256"])))
-    assert "search.budget.kv_cache allows 64 KiB of the original's 128 KiB at 256 tokens" in lines
-    assert "a front of 8 points, " in lines and "held out to score the points: 1 example" in lines
-    # Two anchors and the passes of a front, each over the three other examples.
-    assert "at most 62 evaluations of 768 tokens in 3 batches" in lines
-    case.content["search"] = {"budget": {"kv_cache": "0.5 @ 256"}, "window_size": 8}
-    case.save()
-    lines = "\n".join(plan_lines(load_recipe(case.file, [])))
-    assert "so 9 of 16 KV heads slide (rho = 0.5625)" in lines
+    assert "at most 62 evaluations of 768 tokens" in lines
 
 
 def test_the_stage_writes_a_front_with_costs_and_no_mask(tmp_path: Path) -> None:
     """tests/e2e/test_materialize_stage.py makes a model of it."""
     base, prepared = write_inputs(tmp_path, examples=8)
-    section = SearchConfig(
-        method="front", swa_ratio=0.5, windows=[4, 8], budget_per_layer=40, seed=9
-    )
-    search.run(config_of(base, section, eval_batch_size=3), {"prepare": prepared}, tmp_path)
+    section = SearchConfig(method="front", swa_ratio=0.5, windows=[4, 8], budget_per_layer=40)
+    config = replace(config_of(base, section, eval_batch_size=3), seed=9)
+    search.run(config, {"prepare": prepared}, tmp_path)
     assert not (tmp_path / "head_mask.json").exists() and (tmp_path / "front.svg").exists()
     front, model = Front.load(tmp_path / "front.json"), small_config("qwen3")
     assert (front.seed, front.model, front.chosen) == (9, str(base), None)

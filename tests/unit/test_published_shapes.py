@@ -89,7 +89,7 @@ def test_a_plan_needs_only_a_configuration(
         assert main(["plan", str(case.file), f"model.path={name}"]) == 0
         assert "15.3 GiB" in capsys.readouterr().out
         assert main(["plan", str(case.file), f"model.path={name}", "model.dtype=float32"]) == 0
-        assert " model        30.5 GiB of weights" in capsys.readouterr().out
+        assert " memory       30.5 GiB of weights" in capsys.readouterr().out
     assert main(["plan", str(case.file), "model.path=nobody/unknown"]) == 2
     assert "the shape of nobody/unknown is not known here" in capsys.readouterr().err
 
