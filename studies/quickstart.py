@@ -20,8 +20,7 @@ from pathlib import Path
 from pipeline.recipe.load import ROOT
 from stages.evaluate.scores import HYBRID, ORIGINAL, Scores, SuiteScores, named_rival
 from stages.report.decision import overall
-from stages.report.results import Results, load_results
-from stages.report.verdict import final_model
+from stages.report.results import Results, is_rival, load_results
 
 RECIPE = "recipes/quickstart.yaml"
 SEEDS = [42, 43, 44]
@@ -44,18 +43,18 @@ def run_recipe(folder: Path, seed: int) -> Results:
 def faults(results: Results) -> list[str]:
     """The claims that the results do not show."""
     scores, final = results.scores, final_model(results)
-    original = _needle(scores, ORIGINAL)
-    untrained, trained = _needle(scores, HYBRID), results.trained.suite
+    original, trained = _needle(scores, ORIGINAL), _needle(scores, final)
+    untrained, rivals = _needle(scores, HYBRID), list(filter(is_rival, results.models))
     lost = original.average - untrained.average
     sentences = []
-    for rival in results.rivals:
-        is_trained = named_rival(rival.name) is not None
-        if not is_trained and original.average - rival.average < MIN_LOSS:
-            sentences.append(f"{rival.name} loses less than {MIN_LOSS:g} points")
-        found = overall(results, final if is_trained else HYBRID, rival.name)
+    for rival in rivals:
+        is_trained = named_rival(rival) is not None
+        if not is_trained and original.average - _needle(scores, rival).average < MIN_LOSS:
+            sentences.append(f"{rival} loses less than {MIN_LOSS:g} points")
+        found = overall(results, final if is_trained else HYBRID, rival)
         if found is None or found[1].difference_low <= 0:
-            sentences.append(f"the search is not ahead of {rival.name} by more than the interval")
-    if len(results.rivals) < 2:
+            sentences.append(f"the search is not ahead of {rival} by more than the interval")
+    if len(rivals) < 2:
         sentences.append("the rule was not trained")
     against = untrained.against_original
     recovered = trained.average - untrained.average
@@ -71,6 +70,11 @@ def faults(results: Results) -> list[str]:
     return sentences
 
 
+def final_model(results: Results) -> str:
+    """The checkpoint with the most training."""
+    return results.scores.last_trained or HYBRID
+
+
 def worst_loss(results: Results, model: str) -> float:
     """The largest difference of loss by position from the original's, from token FIRST on."""
     table = results.scores.positions[model]
@@ -84,11 +88,10 @@ def _needle(scores: Scores, name: str) -> SuiteScores:
 
 def row(seed: int, results: Results) -> str:
     """The scores of a seed as a row of the table."""
-    models = [*results.needle[:1], *results.rivals, *results.needle[1:]]
-    cells = [f"{model.name} {model.average:.1f}" for model in models]
+    cells = [f"{name} {_needle(results.scores, name).average:.1f}" for name in results.models]
     losses = (worst_loss(results, name) for name in (HYBRID, final_model(results)))
     cells.append("{:+.3f} → {:+.3f} nats".format(*losses))
-    seconds = sum(value for _, value in results.stage_seconds)
+    seconds = sum(results.stage_seconds.values())
     return f"| {seed} | {' | '.join(cells)} | {seconds:.0f} s |"
 
 

@@ -30,7 +30,10 @@ REPORTS = {
 }
 _VOID = {"meta", "br", "hr", "img", "input", "link"}
 _HIDDEN = {"script", "style", "svg", "head", "select"}
-_LINES = {"h1", "h2", "h3", "h4", "p", "tr", "caption", "summary", "div", "figure", "footer"}
+_LINES = {
+    "h1", "h2", "h3", "h4", "p", "tr", "caption", "summary", "div", "figure", "footer",
+    "li", "pre", "dt",
+}  # fmt: skip
 
 
 class Outline(HTMLParser):
@@ -59,7 +62,7 @@ class Outline(HTMLParser):
             self._lines.append("=" if is_total else "")
         if tag == "figure" and not self._is_closed:
             self._lines.append(f"[{dict(attrs)['aria-label']}]")
-        if tag in ("td", "th") and self._lines[-1]:
+        if tag in ("td", "th", "dd") and self._lines[-1]:
             self._lines[-1] += " | "
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:

@@ -272,7 +272,11 @@ def _materialize(folder: Path, layers: int, heads: int) -> None:
     }
     MaterializeSummary.model_validate(summary).write(folder)
     (folder / MODEL).mkdir()
-    config = {"model_type": "qwen3", "max_position_embeddings": 40_960}
+    config = {
+        "model_type": "qwen3", "max_position_embeddings": 2048, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": BYTES_PER_HEAD // 8,
+        "layer_types": ["full_attention"] * layers,
+    }  # fmt: skip
     (folder / MODEL / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""95 % intervals of scores, losses and their differences, and the losses that samples can detect.
+"""95 % intervals of scores, losses and their differences, and the samples that decide.
 
 A score lies in [0, 1]. A benchmark's score is the mean over its subtasks, each a task at a length,
 of the mean over the subtask's samples. For few samples the intervals of scores are exact or wider;
@@ -8,18 +8,17 @@ studies/coverage.py simulates how often each covers the true value.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from scipy import optimize, special
+from scipy import special
 
 Values = npt.NDArray[np.float64]
 
 _TAIL = 0.025
 LEVEL = 2 * _TAIL
-_POWER = 0.8
 # So few losses have no interval, since they often are of only one of two kinds of documents.
 _TOO_FEW = 4
 # (count, tail): with fewer losses Student's interval has this tail; with skewed values the usual
@@ -29,8 +28,7 @@ _SKEWED = ((30, 0.0025), (60, 0.005), (200, 0.01))
 _LARGE = 100
 _FLIPS = 4000
 _CHUNK = 500
-# A ratio whose interval reaches further counts as unbounded.
-_HIGHEST_RATIO = 1e4
+_MOST_TIMES = 1e4
 
 
 class Interval(NamedTuple):
@@ -50,17 +48,13 @@ class Estimate(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """First model against second: difference of scores, first over second, and a p-value.
+    """First model against second: the difference of scores and a p-value.
 
-    `ratio` is None if too few samples, or too low a second score, leave it unbounded. `p_value` is
-    that of the hypothesis that both answer equally well. `visible_loss` is the result of the
-    function of this name.
+    `p_value` is that of the hypothesis that both answer equally well.
     """
 
     difference: Interval
-    ratio: Interval | None
     p_value: float
-    visible_loss: float | None
 
 
 def share(mean: float, count: float, tail: float = _TAIL) -> Interval:
@@ -94,10 +88,9 @@ def compare(
 ) -> Comparison:
     """Two models on the same samples, subtask by subtask.
 
-    The interval of the difference combines those of the gains and of the losses; that of the ratio
-    contains every r for which first - r second may be 0 (Fieller 1954). The p-value comes from
-    flipping the signs of the samples' differences; if it is not significant, the intervals contain
-    equality (0 or 1).
+    The interval of the difference combines those of the gains and of the losses. The p-value comes
+    from flipping the signs of the samples' differences; if it is not significant, the interval
+    contains 0.
     Raises ValueError if the numbers of samples differ or are 0, or a score is not finite.
     """
     a = [np.asarray(subtask, dtype=np.float64) for subtask in first]
@@ -109,42 +102,39 @@ def compare(
     counts = [len(subtask) for subtask in a]
     differences = [x - y for x, y in zip(a, b, strict=True)]
     difference = _mean_difference(differences, counts)
-    baseline = mean_score([float(y.mean()) for y in b], counts)
-    ratio = _ratio(difference, baseline, _correlation(differences, b))
     p_value = _sign_flips(differences, seed)
     if p_value >= LEVEL:
-        difference, ratio = _including(difference, 0.0), ratio and _including(ratio, 1.0)
-    gains = sum(float(np.maximum(d, 0.0).mean()) for d in differences) / len(differences)
-    return Comparison(difference, ratio, p_value, visible_loss(counts, gains))
+        difference = _including(difference, 0.0)
+    return Comparison(difference, p_value)
 
 
-def visible_loss(counts: Sequence[float], gains: float = 0.0) -> float | None:
-    """The smallest loss of score that paired samples detect at 5 % with a power of 80 %.
+def deciding_samples(
+    first: Sequence[Sequence[float]], second: Sequence[Sequence[float]], margin: float
+) -> int | None:
+    """The number of samples with which `compare` would put its interval on one side of -`margin`.
 
-    `counts` are the samples of subtasks, which have equal weights and lose the same share. `gains`
-    is the share of samples that the model wins meanwhile, which hide losses (Connor 1987). None if
-    there are so few samples that not even losing all of them would be significant.
+    Assumes that the shares of gains and losses stay as they are. None if it takes more than ten
+    thousand times the samples: the difference is -`margin` itself, or nearly.
     """
-    fewest = math.ceil(1 - math.log2(LEVEL))  # all of them lost: p = 2 / 2^n
-    if sum(counts) < fewest:
-        return None
+    counts = [len(subtask) for subtask in first]
+    differences = [
+        np.asarray(x, np.float64) - np.asarray(y, np.float64)
+        for x, y in zip(first, second, strict=True)
+    ]
 
-    def missing_power(loss: float) -> float:
-        return float(_POWER - special.bdtrc(fewest - 1, int(sum(counts)), loss))
+    def decides(factor: float) -> bool:
+        _, low, high = _mean_difference(differences, [factor * count for count in counts])
+        return low >= -margin or high < -margin
 
-    exact = optimize.brentq(missing_power, 0.0, 1.0)
-    spread, power = -special.ndtri(_TAIL), special.ndtri(_POWER)
-    # Size of one task whose mean has the same variance.
-    samples = len(counts) ** 2 / sum(1 / count for count in counts)
-
-    def missing_loss(loss: float) -> float:
-        discordant = min(1.0, 2 * gains + loss)
-        needed = spread * math.sqrt(discordant) + power * math.sqrt(discordant - loss**2)
-        return float(needed / math.sqrt(samples) - loss)
-
-    if gains > 0 and missing_loss(1.0) < 0:
-        return float(max(exact, optimize.brentq(missing_loss, 0.0, 1.0)))
-    return float(exact)
+    low, high = 0.0, 1.0
+    while not decides(high):
+        low, high = high, 2 * high
+        if high > _MOST_TIMES:
+            return None
+    while high - low > 0.01 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if decides(middle) else (middle, high)
+    return math.ceil(high * sum(map(len, first)))
 
 
 def student(values: npt.ArrayLike) -> Estimate:
@@ -202,41 +192,6 @@ def _including(interval: Interval, value: float) -> Interval:
 def _distance(first: float, second: float, correlation: float) -> float:
     """Distance of a difference from its limit, from the distances of its two parts."""
     return math.sqrt(first**2 + second**2 - 2 * correlation * first * second)
-
-
-def _ratio(difference: Interval, baseline: Interval, correlation: float) -> Interval | None:
-    if baseline.low <= 0:
-        return None
-    ratio = (baseline.mean + difference.mean) / baseline.mean
-
-    def limit(r: float, side: int) -> float:
-        """Limit of first - r x second on one side: 0 at the end of the ratio's interval."""
-        factor = 1 - r
-        difference_end = difference.high if side > 0 else difference.low
-        baseline_end = baseline.high if side * factor > 0 else baseline.low
-        a = abs(difference_end - difference.mean)
-        b = abs(factor) * abs(baseline_end - baseline.mean)
-        # Where factor > 0 the correlation of the two would narrow the sum; it is left out.
-        joint = -correlation if factor < 0 else 0.0
-        half_width = math.sqrt(max(0.0, a**2 + b**2 + 2 * joint * a * b))
-        return difference.mean + factor * baseline.mean + side * half_width
-
-    if limit(_HIGHEST_RATIO, 1) > 0:
-        return None
-    low = 0.0 if limit(0.0, -1) <= 0 else _root(lambda r: limit(r, -1), 0.0, ratio)
-    return Interval(ratio, low, _root(lambda r: limit(r, 1), ratio, _HIGHEST_RATIO))
-
-
-def _root(function: Callable[[float], float], low: float, high: float) -> float:
-    return float(optimize.brentq(function, low, high))
-
-
-def _correlation(differences: Sequence[Values], baseline: Sequence[Values]) -> float:
-    """Correlation of a sample's difference with the second model's score, within subtasks."""
-    x = np.concatenate([values - values.mean() for values in differences])
-    y = np.concatenate([values - values.mean() for values in baseline])
-    scale = math.sqrt(float(x @ x) * float(y @ y))
-    return float(x @ y) / scale if scale > 0 else 0.0
 
 
 def _sign_flips(subtasks: Sequence[Values], seed: int) -> float:

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
@@ -44,56 +44,17 @@ def _evaluated_name(name: str) -> str:
     return name
 
 
-Relation = Literal["different", "similar", "undecided"]
-# Models within this many points are called similar.
-MARGIN = 5.0
-MARKS: dict[Relation, str] = {"different": "", "similar": "≈ ", "undecided": "? "}
-ABOUT_MARKS = (
-    f"≈: within {MARGIN:g} points of the original; ?: too few samples to tell whether it differs "
-    "(5 %)"
-)
-
-
 class PairedComparison(Record):
     """A model compared with the original on the same samples, in points, with 95 % intervals.
 
-    `ratio` is the model's score in percent of the original's; None if its interval is unbounded.
-    `p_value` tests that both answer equally well. `visible_loss` is the smallest loss that this
-    number of `samples` detects (5 % level, 80 % power); None if no loss would be detected.
+    `p_value` tests that both answer equally well.
     """
 
     samples: int
-    visible_loss: float | None = None
-
     difference: float
     difference_low: float
     difference_high: float
-    ratio: float | None = None
-    ratio_low: float | None = None
-    ratio_high: float | None = None
     p_value: float
-
-    @property
-    def relation(self) -> Relation:
-        """Whether the samples show (5 % level) that the two models differ or are similar."""
-        if not self.difference_low <= 0 <= self.difference_high:
-            return "different"
-        within_margin = self.difference_low >= -MARGIN and self.difference_high <= MARGIN
-        return "similar" if within_margin else "undecided"
-
-
-def mark(against: PairedComparison | None) -> str:
-    """The mark put before a score that does not differ significantly from the original's."""
-    return "" if against is None else MARKS[against.relation]
-
-
-def power(against: PairedComparison | None) -> str:
-    """The loss that a comparison's samples would detect, as the end of a sentence."""
-    if against is None:
-        return ""
-    if against.visible_loss is None:
-        return f"; {against.samples:,} samples are too few to show any loss"
-    return f"; {against.samples:,} samples would show a loss of {against.visible_loss:.1f} points"
 
 
 class MeanScore(Record):

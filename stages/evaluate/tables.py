@@ -170,16 +170,11 @@ def against(parts: Sequence[tuple[Sequence[float], Sequence[float]]]) -> dict[st
     """The comparison of a model's scores with the original's; all parts weigh the same."""
     scores, originals = [model for model, _ in parts], [base for _, base in parts]
     result = compare(scores, originals)
-    table: dict[str, Any] = {
-        "p_value": result.p_value,
-        "samples": sum(map(len, scores)),
-        "visible_loss": None if result.visible_loss is None else 100 * result.visible_loss,
-    }
-    for name, interval in (("difference", result.difference), ("ratio", result.ratio)):
-        if interval is not None:
-            mean, low, high = (100 * value for value in interval)
-            table |= {name: mean, f"{name}_low": low, f"{name}_high": high}
-    return table
+    difference, low, high = (100 * value for value in result.difference)
+    return {
+        "p_value": result.p_value, "samples": sum(map(len, scores)),
+        "difference": difference, "difference_low": low, "difference_high": high,
+    }  # fmt: skip
 
 
 def _are_shares(values: Sequence[float]) -> bool:

@@ -40,7 +40,7 @@ _CONFIG = {
     "axisY": {"domain": False, "ticks": False},
     "legend": {
         "orient": "top", "title": None, "labelColor": "var(--ink)", "labelFontSize": 12.5,
-        "labelLimit": 260, "symbolStrokeWidth": 0, "columns": 6,
+        "labelLimit": 340, "symbolStrokeWidth": 0, "columns": 1,  # names of any width fit
     },
     "title": {"color": "var(--ink)", "fontWeight": "normal", "anchor": "start"},
     "text": {"color": "var(--ink)", "fontSize": 12.5},
@@ -60,9 +60,6 @@ _FORMATS = {
     "format(datum.value / 1048576, '.3~r') + ' MiB' : "
     "format(datum.value / 1073741824, '.3~r') + ' GiB'",
 }
-# Wheel and drag scroll the page; a pinch on a trackpad is a wheel event with ctrl.
-_ZOOM: dict[str, Any] = {"bind": "scales", "zoom": "wheel![event.ctrlKey || event.metaKey]"}
-
 # Filters rows that have an interval.
 _HAS_INTERVAL = "isValid(datum.low) && isValid(datum.high)"
 # Selections of charts side by side need different names.
@@ -107,7 +104,6 @@ class Axis(NamedTuple):
     log: bool = False
     domain: tuple[float, float] | None = None
     zero: bool = False
-    reverse: bool = False
     values: Sequence[float] | None = None
 
     def of(self, channel: type[alt.X] | type[alt.Y], field: str) -> Any:
@@ -116,10 +112,10 @@ class Axis(NamedTuple):
         scale = alt.Scale(
             type="log" if self.log else "linear",
             domain=self.domain or absent,
-            zero=self.zero if not self.log else absent,
+            domainMin=0 if self.zero else absent,
+            zero=False if not (self.log or self.zero) else absent,
             nice=False if self.domain or self.log else absent,
-            reverse=self.reverse or absent,
-            padding=7 if channel is alt.X else absent,
+            padding=7 if channel is alt.X and not self.zero else absent,
         )
         labels = alt.Axis(labelExpr=_FORMATS[self.form], values=self.values or absent, tickCount=6)
         return channel(f"{field}:Q", title=self.title, scale=scale, axis=labels)
@@ -168,10 +164,9 @@ def picker() -> alt.Parameter:
 
 
 def layers(*charts: Any, height: int = 300, picked: alt.Parameter | None = None) -> Any:
-    """Layered charts that can be zoomed; `picked` are the series picked in the legend."""
-    zoom = alt.selection_interval(name=f"zoom_{next(_NUMBERS)}", **_ZOOM)
-    params = [zoom] if picked is None else [zoom, picked]
-    return alt.layer(charts[0].add_params(*params), *charts[1:]).properties(height=height)
+    """Layered charts; `picked` are the series picked in the legend."""
+    first = charts[0] if picked is None else charts[0].add_params(picked)
+    return alt.layer(first, *charts[1:]).properties(height=height)
 
 
 def curves(
@@ -180,13 +175,12 @@ def curves(
     y: Axis,
     look: Mapping[str, Style],
     *,
-    reference: tuple[str, float] | None = None,
     height: int = 280,
     has_lines: bool = True,
 ) -> alt.LayerChart:
     """A line with points for each series; rows have series, x, y, tip, optionally low and high.
 
-    `reference` is a dashed level with its label. A click in the legend picks series.
+    A click in the legend picks series.
     """
     look = {name: style for name, style in look.items() if name in {row["series"] for row in rows}}
     picked = picker()
@@ -201,52 +195,7 @@ def curves(
         intervals = base.transform_filter(_HAS_INTERVAL).mark_rule(strokeWidth=1.5)
         parts.append(intervals.encode(y=y.of(alt.Y, "low"), y2="high"))
     parts.append(base.mark_point(filled=True, size=55).encode(shape=shape(look), tooltip="tip:N"))
-    return layers(*parts, *_level(reference, alt.Y), height=height, picked=picked)
-
-
-def ranking(
-    rows: Sequence[Row],
-    x: Axis,
-    look: Mapping[str, Style],
-    *,
-    reference: tuple[str, float] | None = None,
-    bars: bool = True,
-    step: int = 32,
-) -> Any:
-    """A label, a bar or point and its interval for each row of label, x, text, tip, series.
-
-    `reference` is a dashed line with its label. `low` and `high` are the ends of the interval.
-    """
-    look = {name: style for name, style in look.items() if name in {row["series"] for row in rows}}
-    y = alt.Y("label:N", sort=None, title=None, axis=alt.Axis(labelColor="var(--ink)"))
-    tips = alt.Chart(values(rows)).encode(y=y, color=colour(look), tooltip="tip:N")
-    at = x.of(alt.X, "x")
-    intervals = tips.transform_filter(_HAS_INTERVAL).mark_rule(strokeWidth=2 - 0.5 * bars)
-    intervals = intervals.encode(x=x.of(alt.X, "low"), x2="high")
-    if bars:
-        marks = tips.mark_bar(cornerRadius=2, height=alt.RelativeBandSize(0.66))
-        marks = marks.encode(x=at, x2=alt.value(0))
-        intervals = intervals.encode(color=alt.value("var(--ink)"))
-    else:
-        marks = tips.mark_point(filled=True, size=90, opacity=1).encode(x=at)
-    texts = tips.transform_calculate(end="isValid(datum.high) ? datum.high : datum.x").mark_text(
-        align="left", dx=7, opacity=alt.ExprRef(f"width && width < {300 if bars else 480} ? 0 : 1")
-    )
-    texts = texts.encode(x=x.of(alt.X, "end"), text="text:N", color=alt.value("var(--ink)"))
-    chart = alt.layer(marks, intervals, texts, *_level(reference, alt.X))
-    return chart.properties(height=step * len(dict.fromkeys(row["label"] for row in rows)))
-
-
-def _level(reference: tuple[str, float] | None, channel: type[alt.X] | type[alt.Y]) -> list[Any]:
-    if reference is None:
-        return []
-    field, text_place = "y", dict[str, Any](x=4, align="left", dy=-7)
-    if channel is alt.X:
-        field, text_place = "x", {"y": -6, "align": "right"}
-    base = alt.Chart(values([{"level": reference[1], "name": reference[0]}]))
-    base = base.encode(**{field: channel("level:Q")})  # type: ignore[arg-type]
-    line = base.mark_rule(strokeDash=[6, 4], strokeWidth=1.5, color="var(--original)")
-    return [line, base.mark_text(color="var(--original)", **text_place).encode(text="name:N")]
+    return layers(*parts, height=height, picked=picked)
 
 
 def save(chart: alt.TopLevelMixin, path: Path, description: str = "") -> None:

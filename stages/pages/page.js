@@ -2,10 +2,7 @@
 (() => {
   const draw = (figure) => {
     const chart = JSON.parse(figure.nextElementSibling.textContent);
-    const columns = Math.max(1, Math.floor(figure.clientWidth / 160));
-    const options = {
-      mode: "vega-lite", renderer: "svg", actions: false, ast: true, config: { legend: { columns } },
-    };
+    const options = { mode: "vega-lite", renderer: "svg", actions: false, ast: true };
     return vegaEmbed(figure, chart, options);
   };
   if (window.vegaEmbed) {

@@ -1,14 +1,13 @@
-"""The checkpoint to ship, with its losses over all suites and its gains."""
+"""Which model to ship: the verdict and the sentences at the head of the report."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
 
-from bosch.analysis import intervals
-from bosch.search.methods import METHODS
-from stages.evaluate.scores import HYBRID, MARGIN, ORIGINAL, PairedComparison, named_rival, power
+from bosch.analysis.intervals import deciding_samples
+from bosch.search.methods import METHODS, Method
+from stages.evaluate.scores import HYBRID, ORIGINAL, BinLoss, PairedComparison, named_rival
 from stages.evaluate.tables import against
 from stages.formats import (
     format_bytes,
@@ -19,84 +18,33 @@ from stages.formats import (
     interval,
     signed,
 )
-from stages.measure.stage import Point
-from stages.report.results import Results, SampleScores, label_of
+from stages.materialize.stage import MODEL
+from stages.report.results import Results, SampleScores, is_rival, label_of, trained_tokens
 from stages.report.stage import ReportConfig
-from stages.train.stage import checkpoint_name, checkpoint_tokens
+from stages.train.stage import CHECKPOINTS
+
+Verdict = Literal["ship", "do not ship", "not decided"]
+_RANKS: dict[Verdict, int] = {"ship": 2, "not decided": 1, "do not ship": 0}
 
 
-class Choice(NamedTuple):
-    """The model to ship, with the reason; `best` has the highest score."""
+class Decision(NamedTuple):
+    """The verdict on a hybrid, compared with the original over `tasks` tasks and lengths.
 
+    `needed`: the samples that would decide if the shares stay the same; None if more than ten
+    thousand times as many. `folder` holds the model, in the run's folder.
+    """
+
+    verdict: Verdict
     model: str
-    reason: str
-    best: str
+    tasks: int
+    against: PairedComparison
+    needed: int | None
 
-
-def choose(results: Results) -> Choice | None:
-    """The earliest of the untrained hybrid and its checkpoints that is as good as the best.
-
-    The best has the highest mean over all tasks and lengths and, among equals, the lowest loss at
-    the last positions. Another model is as good if the 95 % interval of its paired difference to
-    the best stays above -`MARGIN` points, and its loss is within the best's interval; so with few
-    samples the best is chosen. None without scores.
-    """
-    models = sorted(
-        (name for name in results.samples if name == HYBRID or checkpoint_tokens(name) is not None),
-        key=lambda name: checkpoint_tokens(name) or 0,
-    )
-    subtasks = {name: results.samples[name] for name in models}
-    if not models:
-        return None
-    # Models without one of the suites, or with fewer samples, are left out.
-    largest = max(subtasks.values(), key=lambda scores: sum(map(len, scores.values())))
-    complete = [name for name in models if _layout(subtasks[name]) == _layout(largest)]
-    if len(complete) == 1:
-        scored = "scores" if len(models) == 1 else "scores in all tasks"
-        return Choice(complete[0], f"the only one with {scored}", complete[0])
-    models = complete
-    means = {name: round(_mean(subtasks[name]), 9) for name in models}
-    losses = {name: _last_loss(results, name) for name in models}
-    best = max(models, key=lambda name: (means[name], -losses[name][0]))
-    best_scores = list(subtasks[best].values())
-    exceeds_loss = False
-    for name in models[: models.index(best)]:
-        difference = intervals.compare(list(subtasks[name].values()), best_scores).difference
-        if 100 * difference.low <= -MARGIN:
-            continue
-        if losses[name][0] > losses[best][1]:
-            exceeds_loss = True
-            continue
-        mean, low, high = (100 * value for value in difference)
-        reason = (
-            f"the earliest shown to be within {MARGIN:g} points of the best, the "
-            f"{label_of(best).lower()}: {signed(mean, 1)} {interval(low, high, 1)}"
+    @property
+    def folder(self) -> str:
+        return (
+            f"materialize/{MODEL}" if self.model == HYBRID else f"train/{CHECKPOINTS}/{self.model}"
         )
-        return Choice(name, reason, best)
-    ties = [name for name in models if means[name] == means[best]]
-    if len(ties) == 1:
-        reason = "the highest score"
-    elif len({losses[name][0] for name in ties}) == 1:
-        reason = f"{len(ties)} have the highest score, it is the earliest"
-    else:
-        reason = f"{len(ties)} have the highest score, it has the lowest loss at the last positions"
-    if exceeds_loss:
-        reason += f"; those within {MARGIN:g} points of it before lose more at the last positions"
-    elif models[0] != best and len(ties) == 1:
-        reason += f"; no earlier one is shown to be within {MARGIN:g} points of it"
-    return Choice(best, reason, best)
-
-
-def _last_loss(results: Results, model: str) -> tuple[float, float]:
-    """A model's loss (nats) at the last positions, and the upper end of its interval.
-
-    0 and infinity if not measured; models of one run read the same documents.
-    """
-    table = results.scores.positions.get(model)
-    if table is None or not table.difference:
-        return 0.0, math.inf
-    last_bin = table.difference[-1]
-    return last_bin.mean, math.inf if last_bin.high is None else last_bin.high
 
 
 def overall(
@@ -114,134 +62,155 @@ def overall(
     return len(common), PairedComparison.model_validate(table)
 
 
-def comparisons(results: Results) -> str | None:
-    """Sentences on the search's gain over rivals."""
-    return " ".join(_over_rivals(results)) or None
+def decide(results: Results, margin: float) -> Decision | None:
+    """The verdict on the best of the untrained hybrid and its checkpoints; None without scores.
+
+    A model may ship if the whole 95 % interval of its loss of points against the original lies
+    within `margin`, and may not if the whole interval lies beyond; else it is not decided. Among
+    models with the best verdict the best has the highest score, and among equals the lowest loss at
+    the last positions, and then the least training. Models that lack tasks or samples of others
+    are left out.
+    """
+    original = results.samples.get(ORIGINAL, {})
+    samples = {n: results.samples[n] for n in results.models if n in results.samples}
+    names = [name for name in samples if name != ORIGINAL and not is_rival(name)]
+    if not names or not any(any(scores) for scores in original.values()):
+        return None
+    most = max(sum(map(len, samples[name].values())) for name in names)
+    decisions = []
+    for name in names:
+        found = overall(results, name)
+        if found is not None and sum(map(len, samples[name].values())) == most:
+            verdict = verdict_of(found[1], margin)
+            needed = None if verdict != "not decided" else _needed(samples[name], original, margin)
+            decisions.append(Decision(verdict, name, *found, needed))
+
+    def quality(decision: Decision) -> tuple[int, float, float, int]:
+        last = last_loss(results, decision.model)
+        tokens = trained_tokens(decision.model)
+        points = round(decision.against.difference, 9)
+        return _RANKS[decision.verdict], points, -last.mean if last else 0.0, -tokens
+
+    return max(decisions, key=quality, default=None)
+
+
+def verdict_of(compared: PairedComparison, margin: float) -> Verdict:
+    if compared.difference_low >= -margin:
+        return "ship"
+    return "do not ship" if compared.difference_high < -margin else "not decided"
+
+
+def _needed(scores: SampleScores, original: SampleScores, margin: float) -> int | None:
+    common = [key for key in scores if len(scores[key]) == len(original.get(key, ()))]
+    parts = [scores[key] for key in common], [original[key] for key in common]
+    return deciding_samples(*parts, margin / 100)
+
+
+def last_loss(results: Results, model: str) -> BinLoss | None:
+    """A model's loss less the original's at the last positions, in nats."""
+    table = results.scores.positions.get(model)
+    return table.difference[-1] if table is not None and table.difference else None
+
+
+def points(compared: PairedComparison) -> str:
+    """A difference of scores with its interval."""
+    ends = interval(compared.difference_low, compared.difference_high, 1)
+    return f"{signed(compared.difference, 1)} {ends}"
+
+
+def sentences(results: Results, section: ReportConfig) -> list[str]:
+    """The verdict with its reason, the search's gain over rivals, cache, speed and cost."""
+    decision = decide(results, section.margin)
+    missing = results.scores.failed_models.items()
+    failed = [f"{label_of(name)} could not be evaluated: {why}." for name, why in missing]
+    return [
+        _verdict(decision, section.margin), *failed, *_over_rivals(results), _cache(results),
+        *_speed(results), _cost(results, section),
+    ]  # fmt: skip
+
+
+def _verdict(decision: Decision | None, margin: float) -> str:
+    if decision is None:
+        return "Not decided: there are no scores of a hybrid and of an original above 0."
+    compared = decision.against
+    tasks = "1 task" if decision.tasks == 1 else f"{decision.tasks} tasks and lengths"
+    found = (
+        f"the {label_of(decision.model).lower()}: {points(compared)} points against the original "
+        f"over {tasks} ({compared.samples:,} samples)"
+    )
+    if decision.verdict == "ship":
+        return f"Ship {found}, within the margin of {margin:g} points."
+    if decision.verdict == "do not ship":
+        return f"Do not ship {found}, beyond the margin of {margin:g} points."
+    more = "no number of samples would decide"
+    if decision.needed is not None:
+        more = f"about {_rounded_up(decision.needed):,} samples would decide"
+    return f"Not decided, {found}; for a margin of {margin:g} points {more}."
+
+
+def _rounded_up(number: int) -> int:
+    """To two digits."""
+    unit = 10 ** max(0, len(str(number)) - 2)
+    return -(-number // unit) * unit
 
 
 def _over_rivals(results: Results) -> Iterator[str]:
-    """The search's hybrid minus each rival on the same samples, after equal training."""
-    names = [rival.name for rival in results.rivals]  # by needle score
-    for name in dict.fromkeys([*names, *results.samples]):
-        trained = named_rival(name)
-        if name not in METHODS and trained is None:
-            continue
-        model = HYBRID if trained is None else checkpoint_name(trained[1])
-        outcome = overall(results, model, name)
-        if outcome is not None:
-            when = "before training" if trained is None else f"after {trained[1]:,} tokens of both"
+    """The search's hybrid against the best other choice of heads, for each amount of training."""
+    for tokens in dict.fromkeys(map(trained_tokens, results.models)):
+        alike = [name for name in results.models if trained_tokens(name) == tokens]
+        ours = next((name for name in alike if name != ORIGINAL and not is_rival(name)), None)
+        found = {name: overall(results, ours, name) for name in alike if is_rival(name) and ours}
+        compared = {name: outcome[1] for name, outcome in found.items() if outcome is not None}
+        if compared:
+            best = min(compared, key=lambda name: compared[name].difference)
+            when = f"after {tokens:,} tokens of both" if tokens else "before training"
+            others = f", the best of {len(compared)} others," if len(compared) > 1 else ""
             yield (
-                f"The search's heads score {_points(outcome[1])} against those of "
-                f"{METHODS[name if trained is None else trained[0]].label} {when}."
+                f"The search's heads score {points(compared[best])} points against those of "
+                f"{_method(best).label}{others} {when}."
             )
+    if any(map(is_rival, results.models)) and all(
+        _method(name).kind != "ranking" for name in results.models if is_rival(name)
+    ):
+        yield "No ranking was compared; a strong and cheap one is evaluate.rivals: [fisher]."
 
 
-def _points(result: PairedComparison) -> str:
-    ends = interval(result.difference_low, result.difference_high, 1)
-    return f"{signed(result.difference, 1)} points {ends}"
-
-
-def _than_original(result: PairedComparison) -> str:
-    ends = interval(result.difference_low, result.difference_high, 1)
-    if round(result.difference, 1) == 0:
-        return f"as the original does, within {ends} points,"
-    direction = "less" if result.difference < 0 else "more"
-    return f"{abs(result.difference):.1f} points {direction} than the original {ends}"
-
-
-def headline(results: Results, section: ReportConfig) -> str | None:
-    """The model to ship with the reason, its losses, cache and speed, and the run's cost.
-
-    Ships nothing if the best is shown to lose more than `MARGIN` points. None without scores of
-    the original and a hybrid.
-    """
-    choice = choose(results)
-    outcome = overall(results, choice.model) if choice is not None else None
-    if choice is None or outcome is None:
-        return None
-    if outcome[1].difference_high < -MARGIN and choice.best != choice.model:
-        reason = (
-            f"the highest score; the {label_of(choice.model).lower()}, shown to be within "
-            f"{MARGIN:g} points of it, loses more than that against the original"
-        )
-        choice = Choice(choice.best, reason, choice.best)
-        outcome = overall(results, choice.model) or outcome
-    count, difference = outcome
-    tasks = "its task" if count == 1 else f"all {count} tasks and lengths"
-    parts = [_cache(results), *_speed(results.measured_points)]
-    cost = f"{', '.join(parts)}, and {_cost(results, section)}."
-    if not _original_answers(results):
-        return (
-            f"No advice: the original scores 0 over {tasks}, which does not show what a hybrid "
-            f"loses. The {label_of(choice.model).lower()} {cost}"
-        )
-    advice = "Ship"
-    if difference.difference_high < -MARGIN:
-        advice = f"Ship none yet: even the best loses more than {MARGIN:g} points. It is"
-    model = f"the {label_of(choice.model).lower()} ({choice.reason})"
-    scores = f"it scores {_than_original(difference)} over {tasks}"
-    return f"{advice} {model}: {scores} ({power(difference).removeprefix('; ')}), {cost}"
-
-
-def _original_answers(results: Results) -> bool:
-    """Whether the original scores above 0; otherwise no hybrid can lose."""
-    return any(any(scores) for scores in results.samples[ORIGINAL].values())
+def _method(rival: str) -> Method:
+    trained = named_rival(rival)
+    return METHODS[trained[0] if trained else rival]
 
 
 def _cache(results: Results) -> str:
-    lengths = [point.length for point in results.measured_points]
-    lengths += [length for scores in results.needle for length in scores.suite.by_length]
-    cache = results.cache
-    if not any(lengths):
-        before, after = format_bytes(cache.original_per_token), format_bytes(cache.per_token)
-        return f"takes {after} of KV cache per token instead of {before}"
-    longest = max(lengths)
-    share = cache.dynamic(longest) / cache.original(longest)
-    return f"takes {format_share(share)} of the original's KV cache at {format_length(longest)}"
+    tokens = max(results.lengths, default=results.config.max_positions or 32 * 1024)
+    caches = results.caches(tokens)
+    served = "which vLLM does not serve"
+    if caches.vllm_share is not None and caches.vllm is not None:
+        served = f"{format_share(round(caches.vllm_share, 3))} in vLLM on one GPU"
+    return (
+        f"KV cache of {format_length(tokens)} tokens against the original's: "
+        f"{format_share(round(caches.share, 3))} in transformers' generate "
+        f"({format_bytes(caches.hybrid)} of {format_bytes(caches.original)}), {served}."
+    )
 
 
-def _speed(points: Sequence[Point]) -> Iterator[str]:
-    """Measured speedup over the original, the longest length first."""
-    if not points:
-        yield "has no measured speed (section measure)"
-    texts = []
-    for point in reversed(points):
-        at = f"at {format_length(point.length)}"
-        if point.out_of_memory:
-            yield f"was not measured {at} for want of memory"
-            continue
-        if point.over_original is None:
-            yield f"runs {at}, where the original is out of memory"
-            continue
-        prefill = point.over_original.prefill_tokens_per_second
-        decode = point.over_original.decode_tokens_per_second
-        texts.append((prefill, decode, at))
-    if texts:
-        (prefill, decode, at), *shorter = texts
-        text = (
-            f"prefills at {prefill:.2f} and decodes at {decode:.2f} times the original's speed {at}"
-        )
-        if shorter:
-            speeds = (f"{first:.2f} and {second:.2f} {place}" for first, second, place in shorter)
-            text += f" ({'; '.join(speeds)})"
-        yield text
+def _speed(results: Results) -> Iterator[str]:
+    """Measured speedup over the original at the longest length where both ran."""
+    if not results.measured_points:
+        yield "Speed was not measured (section measure)."
+    for point in reversed(results.measured_points):
+        if point.over_original is not None:
+            over = point.over_original
+            yield (
+                f"Prefill runs at {over.prefill_tokens_per_second:.2f} and decoding at "
+                f"{over.decode_tokens_per_second:.2f} times the original's speed at "
+                f"{format_length(point.length)}."
+            )
+            return
 
 
 def _cost(results: Results, section: ReportConfig) -> str:
-    hours = results.total_gpu_hours
+    hours, price = results.total_gpu_hours, section.gpu_hour_price
     if not hours:
-        seconds = sum(seconds for _, seconds in results.stage_seconds)
-        return f"the run took {format_seconds(seconds)} without a GPU"
-    price = section.gpu_hour_price
+        return f"The run took {format_seconds(sum(results.stage_seconds.values()))} without a GPU."
     money = f" ({format_money(price * hours, section.currency)})" if price is not None else ""
-    return f"the run took {hours:,.2f} GPU hours{money}"
-
-
-def _layout(subtasks: SampleScores) -> list[tuple[tuple[str, str, int], int]]:
-    """The tasks and lengths with their numbers of samples."""
-    return [(key, len(scores)) for key, scores in subtasks.items()]
-
-
-def _mean(subtasks: SampleScores) -> float:
-    means = [sum(scores) / len(scores) for scores in subtasks.values()]
-    return sum(means) / len(means)
+    return f"The run took {hours:,.2f} GPU hours{money}."

@@ -7,8 +7,9 @@ from typing import Any
 
 from bosch.errors import RunError
 from bosch.files import read_json, write_text
-from bosch.window import Window, windows_text
-from stages.formats import format_bytes, format_money, format_score, format_share
+from stages.evaluate.scores import HYBRID, ORIGINAL
+from stages.evaluate.suites import suite_title
+from stages.formats import format_length, format_money, format_score, format_share, interval, signed
 from stages.pages.page import render
 from stages.pages.tables import Cell, Table
 from stages.published import Manifest, Summary
@@ -17,8 +18,8 @@ from stages.report.stage import PAGE
 INDEX = "index.html"
 _TEMPLATE = "stages/report/index.html"
 _HEADER = (
-    "run", "verdict", "model", "method", "sliding", "window", "original", "untrained", "trained",
-    "cache per token", "GPU hours", "cost", "date",
+    "run", "verdict", "points against original", "original", "untrained", "best",
+    "cache in generate", "in vLLM", "GPU hours", "cost", "model", "method", "date",
 )  # fmt: skip
 
 
@@ -41,27 +42,48 @@ def _row(name: str, folder: Path) -> list[str]:
         summary = read_json(folder / Summary.FILE)
         if not isinstance(summary, dict):
             raise RunError(f"{folder / Summary.FILE}: no JSON object")
-        verdict = summary.get("headline") or summary["verdict"] or ""
-        return [link, verdict, *_cells(summary), created[:16].replace("T", " ")]
+        return [link, *_cells(summary), created[:16].replace("T", " ")]
     except (RunError, LookupError, TypeError, ValueError, AttributeError) as error:
         # The summary is damaged or of an older version; the other runs are shown.
         return [link, f"cannot be read: {error}", *[""] * (len(_HEADER) - 2)]
 
 
 def _cells(summary: dict[str, Any]) -> list[str]:
-    needle, cache = summary["needle"], summary["kv_cache_bytes_per_token"]
-    model = Path(summary["model"])
-    cached = f"{format_bytes(cache['before'])} → {format_bytes(cache['after'])}"
-    hours = sum(summary["gpu_hours"].values())
+    decision, hours = summary["decision"], sum(summary["gpu_hours"].values())
+    verdict, change, best = ["no scores", "", HYBRID]
+    if decision is not None:
+        verdict, best = decision["verdict"], decision["model"]
+        found = decision["against_original"]
+        low, high = found["difference_low"], found["difference_high"]
+        text = f"{signed(found['difference'], 1)} {interval(low, high, 1)}"
+        change = Cell(text, value=found["difference"])
+    length, cache = list(summary["kv_cache_bytes"].items())[-1]
     costs = (summary["cost"] or {}).items()
     cost = [Cell(format_money(amount, currency), value=amount) for currency, amount in costs]
+    model = Path(summary["model"])
     return [
-        model.name if model.is_absolute() else summary["model"],
-        summary["method"],
-        format_share(summary["swa_ratio"]),
-        windows_text([Window(n) for n in summary.get("window_sizes") or [summary["window_size"]]]),
-        *(format_score(needle[name]) for name in ("original", "hybrid", "trained")),
-        Cell(cached, value=cache["after"]),
+        verdict,
+        change,
+        *(_scores(summary["scores"].get(name, {})) for name in (ORIGINAL, HYBRID, best)),
+        _share(cache["hybrid"], cache["original"], f" at {format_length(int(length))}"),
+        _share(cache["vllm"], cache["vllm_original"]),
         Cell(f"{hours:,.2f}", value=hours) if hours else "",
         cost[0] if cost else "",
+        model.name if model.is_absolute() else summary["model"],
+        summary["method"],
     ]
+
+
+def _scores(averages: dict[str, float]) -> Cell:
+    """The average of the first suite, the others below it."""
+    texts = [f"{format_score(value)} {suite_title(name)}" for name, value in averages.items()]
+    if not texts:
+        return Cell("–")
+    first = next(iter(averages.values()))
+    return Cell(format_score(first), value=first, more=texts[1:])
+
+
+def _share(size: int | None, of: int | None, more: str = "") -> Cell:
+    if not size or not of:
+        return Cell("–")
+    return Cell(f"{format_share(round(size / of, 3))}{more}", value=size / of)

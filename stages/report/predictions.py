@@ -8,10 +8,18 @@ from typing import Any, NamedTuple
 
 from data_prep.tasks.samples import TAIL_CHARACTERS
 from stages.formats import format_length, format_score
-from stages.pages.tables import Table
 from stages.report.results import ScoreKey, label_of
 
 _MAX_CHARACTERS = 400  # shown of an output
+
+
+class Sample(NamedTuple):
+    """One answer; `score` has its number."""
+
+    score: str
+    prompt: str
+    expected: str
+    output: str
 
 
 class ScoreSamples(NamedTuple):
@@ -21,7 +29,7 @@ class ScoreSamples(NamedTuple):
     label: str
     task: str
     length: str
-    table: Table
+    samples: list[Sample]
 
 
 class ModelSamples(NamedTuple):
@@ -40,21 +48,23 @@ def anchor(*place: str | int) -> str:
 def samples_by_model(
     predictions: Mapping[ScoreKey, Iterable[Mapping[str, Any]]],
 ) -> list[ModelSamples]:
-    """The samples by model and score, for the macro `predictions`."""
+    """The samples by model and score."""
     models: dict[str, ModelSamples] = {}
     for place, records in predictions.items():
         name, _, task, length = place
         model = models.setdefault(name, ModelSamples(anchor(name), label_of(name), []))
         tokens = format_length(length) if length else ""
         label = f"{task} at {tokens}" if tokens else task
-        rows = []
-        for record in records:
-            score = f"{record['index']}: {format_score(100 * record['score'])}"
-            end = str(record.get("question", ""))
-            if len(end) >= TAIL_CHARACTERS:  # the prompt is longer
-                end = f"…{end}"
-            answers = ", ".join(map(str, record.get("answers", ())))
-            rows.append((score, end, answers, str(record.get("output", ""))[:_MAX_CHARACTERS]))
-        table = Table.of_rows("", ("sample: score", "prompt", "expected", "output"), rows)
-        model.cells.append(ScoreSamples(anchor(*place), label, task, tokens, table))
+        samples = list(map(_sample, records))
+        model.cells.append(ScoreSamples(anchor(*place), label, task, tokens, samples))
     return list(models.values())
+
+
+def _sample(record: Mapping[str, Any]) -> Sample:
+    end = str(record.get("question", ""))
+    return Sample(
+        f"{record['index']}: {format_score(100 * record['score'])}",
+        f"…{end}" if len(end) >= TAIL_CHARACTERS else end,  # the prompt is longer
+        ", ".join(map(str, record.get("answers", ()))),
+        str(record.get("output", ""))[:_MAX_CHARACTERS],
+    )

@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Any
 
 from stages.context import StageConfig
-from stages.formats import format_path
+from stages.formats import format_path, format_seconds
 from stages.published import Manifest
 from stages.report.results import Results
 from stages.report.stage import ReportConfig
@@ -41,24 +41,15 @@ def collect_provenance(config: StageConfig[ReportConfig], results: Results) -> P
         recipe=list(flatten(recipe)),
         origin=_origin(config, results),
         versions=_versions(results),
-        # Without lengths, which the picture of document lengths shows.
+        # Without the counts of document lengths, of which there are many.
         statistics=[row for row in flatten(results.statistics) if ".lengths." not in row[0]],
         summaries=[
             row
             for stage, manifest in results.manifests.items()
             if manifest.summary
-            for row in flatten(_summary(stage, manifest, results), stage)
+            for row in flatten(manifest.summary, stage)
         ],
     )
-
-
-def _summary(stage: str, manifest: Manifest, results: Results) -> dict[str, Any]:
-    """A stage's summary; that of a search for a front gets the scores of the chosen point."""
-    if stage != "search":
-        return manifest.summary
-    score, log_likelihood = results.search.score_and_log_likelihood
-    chosen = {"best_score": score, "best_log_likelihood": log_likelihood}
-    return {name: chosen.get(name, value) for name, value in manifest.summary.items()}
 
 
 def flatten(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
@@ -90,7 +81,10 @@ def _origin(config: StageConfig[ReportConfig], results: Results) -> list[tuple[s
 
 
 def _manifest_facts(manifest: Manifest) -> str:
-    facts = [f"key {manifest.key[:12]}"]
+    facts = [format_seconds(manifest.seconds)]
+    if manifest.gpu_hours:
+        facts.append(f"{manifest.gpu_hours:,.2f} GPU hours")
+    facts.append(f"key {manifest.key[:12]}")
     if manifest.git_commit:
         changed = ", with local changes" if manifest.git_commit.endswith("+") else ""
         facts.append(f"commit {manifest.git_commit[:12]}{changed}")

@@ -9,22 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bosch.files import exists
 from bosch.front import Front
 from bosch.heads import HeadMaskFile
 from bosch.model.cache_size import CacheSize, OwnWindow
+from bosch.model.stored_config import StoredConfig
 from bosch.search.methods import METHODS
+from bosch.vllm.plan import request_bytes
 from bosch.window import Window, windows_text
-from stages.evaluate.scores import (
-    HYBRID,
-    ORIGINAL,
-    Scores,
-    SuiteScores,
-    named_rival,
-    read_samples,
-)
+from stages.evaluate.scores import HYBRID, ORIGINAL, Scores, named_rival, read_samples
 from stages.materialize.stage import MODEL, MaterializeSummary, read_model_config
 from stages.measure.stage import Efficiency, Point
 from stages.prepare.stage import Statistics
@@ -34,6 +29,12 @@ from stages.train.stage import TrainConfig, TrainingStep, checkpoint_tokens, rea
 
 # Stages that evaluate models.
 _EVALUATING = ("original", "evaluate")
+# Samples that the page shows for each score.
+SHOWN_SAMPLES = 3
+# Checkpoint, suite, task, length.
+ScoreKey = tuple[str, str, str, int]
+# Scores in [0, 1] of one model by suite, task and length, in the order of the samples.
+SampleScores = Mapping[tuple[str, str, int], list[float]]
 
 
 @dataclass(frozen=True)
@@ -52,18 +53,6 @@ class Search:
             front = Front.load(materialized / FRONT)
             mask = materialized / MODEL / HEAD_MASK
         return cls(HeadMaskFile.load(mask), SearchSummary.read(searched), front)
-
-    @property
-    def score_and_log_likelihood(self) -> tuple[float, float]:
-        """Score and log-likelihood of the mask, on the search's examples.
-
-        The summary of a search for a front has those of one point, which need not be the chosen
-        one.
-        """
-        if self.front is None or self.front.chosen is None:
-            return self.summary.best_score, self.summary.best_log_likelihood
-        point = self.front.points[self.front.chosen]
-        return point.score, point.log_likelihood
 
     @property
     def sliding(self) -> int:
@@ -92,53 +81,44 @@ class Search:
         return self.mask.num_layers * self.mask.num_key_value_heads
 
 
+class Caches(NamedTuple):
+    """Bytes of one request's KV cache: in `generate`, and in vLLM on one GPU (None: not served)."""
+
+    original: int
+    hybrid: int
+    vllm_original: int | None
+    vllm: int | None
+
+    @property
+    def share(self) -> float:
+        return self.hybrid / self.original
+
+    @property
+    def vllm_share(self) -> float | None:
+        return self.vllm / self.vllm_original if self.vllm and self.vllm_original else None
+
+
 def label_of(name: str) -> str:
     """Display name of an evaluated model."""
-    if name == ORIGINAL:
-        return "Original"
-    if name == HYBRID:
-        return "Hybrid, untrained"
     if name in METHODS:
         return f"{METHODS[name].label}, untrained"
     if rival := named_rival(name):
         return f"{METHODS[rival[0]].label} after {rival[1]:,} tokens"
-    return f"Hybrid after {checkpoint_tokens(name) or 0:,} tokens"
+    tokens = checkpoint_tokens(name)
+    return {ORIGINAL: "Original", HYBRID: "Hybrid, untrained"}.get(
+        name, f"Hybrid after {tokens or 0:,} tokens"
+    )
 
 
-@dataclass(frozen=True)
-class NeedleScores:
-    """Needle scores of one evaluated model."""
-
-    name: str
-    suite: SuiteScores
-
-    @property
-    def average(self) -> float:
-        """In points of 100."""
-        return self.suite.average
-
-    @property
-    def tokens(self) -> int | None:
-        """Training tokens: 0 for the untrained hybrid, None for the original."""
-        return 0 if self.name == HYBRID else checkpoint_tokens(self.name)
-
-    @property
-    def method(self) -> str:
-        """Method of a rival, trained or not."""
-        trained = named_rival(self.name)
-        return self.name if trained is None else trained[0]
-
-    @property
-    def label(self) -> str:
-        return label_of(self.name)
+def trained_tokens(name: str) -> int:
+    """Training tokens of a model: 0 for untrained ones, -1 for the original."""
+    rival = named_rival(name)
+    return rival[1] if rival else (checkpoint_tokens(name) or -(name == ORIGINAL))
 
 
-# Checkpoint, suite, task, length.
-ScoreKey = tuple[str, str, str, int]
-# The suite of the headline scores and the charts.
-NEEDLE = "needle"
-# Samples that the page shows for each score.
-SHOWN_SAMPLES = 3
+def is_rival(name: str) -> bool:
+    """Whether a model has the heads of another method than the search's."""
+    return name in METHODS or named_rival(name) is not None
 
 
 def collect_predictions(
@@ -155,10 +135,6 @@ def collect_predictions(
         cell.sort(key=lambda record: (record["score"], record["index"]))
         del cell[SHOWN_SAMPLES:]
     return cells
-
-
-# Scores in [0, 1] of one model by suite, task and length, in the order of the samples.
-SampleScores = Mapping[tuple[str, str, int], list[float]]
 
 
 def collect_scores(
@@ -184,10 +160,8 @@ class Results:
 
     search: Search
     cache: CacheSize
-    positions: int | None
+    config: StoredConfig
     training: list[TrainingStep]
-    needle: list[NeedleScores]
-    rivals: list[NeedleScores]
     materialized: MaterializeSummary
     scores: Scores
     statistics: dict[str, Any]
@@ -200,32 +174,46 @@ class Results:
     loss_in_words: str = ""  # `TrainConfig.loss_in_words`
 
     @property
+    def models(self) -> list[str]:
+        """Evaluated models by their training, each rival before the search's hybrid."""
+        names = [name for name, suites in self.scores.checkpoints.items() if suites]
+        names += [name for name in self.scores.positions if name not in names]
+        return sorted(names, key=lambda name: (trained_tokens(name), not is_rival(name)))
+
+    @property
+    def suites(self) -> list[str]:
+        tables = self.scores.checkpoints.values()
+        return list(dict.fromkeys(suite for suites in tables for suite in suites))
+
+    @property
     def measured_points(self) -> list[Point]:
         """The hybrid's measured points, the shortest first; empty without measurements."""
         return self.efficiency.hybrids if self.efficiency is not None else []
 
-    def checkpoint(self, name: str | None) -> NeedleScores | None:
-        return next((scores for scores in self.needle if scores.name == name), None)
+    @property
+    def lengths(self) -> list[int]:
+        """Context lengths that were scored or measured."""
+        lengths = {point.length for point in self.measured_points}
+        for suites in self.scores.checkpoints.values():
+            lengths |= {at for suite in suites.values() for at in suite.by_length if at}
+        return sorted(lengths)
+
+    def caches(self, tokens: int) -> Caches:
+        """The caches of one request of `tokens` tokens."""
+        rows = self.search.mask.mask.heads_per_layer(self.search.mask.windows)
+        kinds = self.config.kinds
+        full = [{None: sum(row.values())} for row in rows]
+        itemsize = self.cache.bytes_per_head // (2 * kinds.head_dim)
+        return Caches(
+            self.cache.original(tokens), self.cache.dynamic(tokens),
+            request_bytes(full, kinds, itemsize, tokens),
+            request_bytes(rows, kinds, itemsize, tokens),
+        )  # fmt: skip
 
     @property
-    def trained(self) -> NeedleScores | None:
-        """Scores of the checkpoint with the most training tokens, if any."""
-        return self.checkpoint(self.scores.last_trained)
-
-    @property
-    def sample_count(self) -> int:
-        """Needle samples of each model."""
-        return next(scores.suite.samples for scores in [*self.needle, *self.rivals])
-
-    @property
-    def document_count(self) -> int:
-        """Documents whose loss by position was measured."""
-        return next((table.documents for table in self.scores.positions.values()), 0)
-
-    @property
-    def stage_seconds(self) -> list[tuple[str, float]]:
+    def stage_seconds(self) -> dict[str, float]:
         """Wall time of each stage, in the order of the pipeline."""
-        return [(stage, manifest.seconds) for stage, manifest in self.manifests.items()]
+        return {stage: manifest.seconds for stage, manifest in self.manifests.items()}
 
     @property
     def gpu_hours(self) -> dict[str, float]:
@@ -248,14 +236,16 @@ def load_results(
     search = Search.read(inputs["search"], inputs["materialize"])
     materialized = MaterializeSummary.read(inputs["materialize"])
     scores = Scores.read(inputs["evaluate"]) if "evaluate" in inputs else Scores(checkpoints={})
-    needle, rivals = _needle_scores(scores)
     return Results(
         search=search,
-        cache=cache_size(materialized, search),
-        positions=read_model_config(inputs["materialize"]).max_positions,
+        cache=CacheSize(
+            bytes_per_head=materialized.kv_cache_bytes_per_token_before // search.total,
+            heads=search.heads,
+            own_windows=tuple(OwnWindow(**fields) for fields in materialized.own_windows),
+            state_bytes=materialized.state_bytes,
+        ),
+        config=read_model_config(inputs["materialize"]),
         training=read_metrics(inputs["train"]) if "train" in inputs else [],
-        needle=needle,
-        rivals=rivals,
         materialized=materialized,
         scores=scores,
         predictions=collect_predictions(_answers(inputs)),
@@ -273,32 +263,7 @@ def load_results(
     )
 
 
-def cache_size(materialized: MaterializeSummary, search: Search) -> CacheSize:
-    """The cache sizes of the hybrid and of its original."""
-    return CacheSize(
-        bytes_per_head=materialized.kv_cache_bytes_per_token_before // search.total,
-        heads=search.heads,
-        own_windows=tuple(OwnWindow(**fields) for fields in materialized.own_windows),
-        state_bytes=materialized.state_bytes,
-    )
-
-
 def _answers(inputs: Mapping[str, Path]) -> Iterator[dict[str, Any]]:
     for stage in _EVALUATING:
         if stage in inputs:
             yield from read_samples(inputs[stage])
-
-
-def _needle_scores(scores: Scores) -> tuple[list[NeedleScores], list[NeedleScores]]:
-    """Scores of the search's models, and of rivals.
-
-    The search's models are the original, the untrained hybrid, and checkpoints in the order of
-    training. Rivals are in ascending order of their score, with trained rivals last.
-    """
-    tables = scores.checkpoints.items()
-    models = [NeedleScores(name, suites[NEEDLE]) for name, suites in tables if NEEDLE in suites]
-    rivals = [model for model in models if model.name in METHODS or named_rival(model.name)]
-    checkpoints = [model for model in models if model not in rivals]
-    checkpoints.sort(key=lambda model: model.tokens or 0)  # the original is first in scores.json
-    rivals.sort(key=lambda model: (named_rival(model.name) is not None, model.average))
-    return checkpoints, rivals

@@ -15,6 +15,9 @@ class ReportConfig(Section):
 
     title: Line | None = None
     """Heading of the page; default: the recipe's name."""
+    margin: Number = Field(2.0, gt=0, le=100)
+    """Loss against the original, in points of 100 over all tasks, that is allowed. The report says
+    to ship a hybrid if the whole 95 % interval of its loss lies within this margin."""
     gpu_hour_price: Number | None = Field(None, ge=0)
     """Price of an hour of one GPU, to show costs; default: only GPU hours are shown."""
     currency: Line = "USD"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import groupby, pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from stages.pages.charts import (
     colour,
     curves,
     layers,
-    picker,
     save,
     shape,
     styles,
@@ -28,18 +27,16 @@ from stages.pages.charts import (
 )
 from stages.search.stage import FRONT_PICTURE, TRACES, SearchSummary
 
-# By phase: its name above the picture and in the legend, and the style of its points.
-PHASES = {
-    "anchors": ("Anchors", "anchors", Style("ink")),
-    "layer_importance": ("Algorithm 1", "Algorithm 1, layer importance", Style("seventh")),
-    "head_selection": ("Algorithm 3", "Algorithm 3, head selection", Style("untrained", "square")),
-    "repair": ("Repair", "repair, back to the budget", Style("ink")),
-    "ablation": ("Ablation", "one head or layer at a time", Style("seventh")),
-    "start": ("Start", "masks that gradients propose", Style("seventh")),
-    "swaps": ("Swaps", "swaps that were evaluated in full", Style("untrained", "square")),
-    "final": ("Final", "last evaluation", Style("ink")),
+# By phase: its name in the legend, and the style of its points.
+_PHASES = {
+    "anchors": ("anchors", Style("ink")),
+    "layer_importance": ("Algorithm 1, layer importance", Style("seventh")),
+    "head_selection": ("Algorithm 3, head selection", Style("untrained", "square")),
+    "start": ("masks that gradients propose", Style("seventh")),
+    "swaps": ("swaps that were evaluated in full", Style("untrained", "square")),
+    "final": ("last evaluation", Style("ink")),
 }
-_FINAL, _BEST = "final mask", "best so far in the sub-problem"
+_FINAL, _BEST = "final mask", "best so far"
 _AXES = {
     "score": Axis("Score S(z), exact match", "share", domain=(-0.03, 1.03)),
     "log_likelihood": Axis("Log-likelihood (nats)"),
@@ -61,33 +58,26 @@ def write_front(front: Front, folder: Path) -> None:
 
 
 def trace(summary: SearchSummary, mask: str, quantity: str) -> Picture | None:
-    """Score or log-likelihood of all evaluations, phases shaded; None without any."""
+    """Score or log-likelihood of all evaluations by their phase; None without any."""
     points = summary.trace
     if not points:
         return None
-    rows = [_row(point, quantity, _names(point.phase)[1]) for point in points]
+    labels = {point.phase: point.phase for point in points}
+    labels |= {phase: label for phase, (label, _) in _PHASES.items()}
+    rows = [_row(point, quantity, labels[point.phase]) for point in points]
     final = next((point for point in reversed(points) if point.mask == mask), None)
     rows += [] if final is None else [_row(final, quantity, _FINAL)]
-    phase_styles = {label: style for _, label, style in PHASES.values()}
-    labels = (_names(point.phase)[1] for point in points)
-    look = styles([*phase_styles, *labels], phase_styles)
-    look |= {_FINAL: Style("fifth", "diamond"), _BEST: Style("ink")}
     best = list(_best(points)) if quantity == "score" else []
-    present = {row["series"] for row in [*rows, *best]}
-    look = {label: style for label, style in look.items() if label in present}
-    picked = picker()
-    # Zooming is bound to the scales of the first layer, so the axes belong there.
+    fixed = dict(_PHASES.values()) | {_FINAL: Style("fifth", "diamond"), _BEST: Style("ink")}
+    look = styles((row["series"] for row in [*rows, *best]), fixed)
     ends = points[0].step - 0.5, points[-1].step + 0.5
     x = Axis("Evaluation", "whole", domain=ends).of(alt.X, "x")
     y = _AXES[quantity].of(alt.Y, "y")
-    dots = alt.Chart(values(rows)).mark_point(filled=True, opacity=0.8).encode(
-        x=x, y=y, color=colour(look), shape=shape(look), tooltip="tip:N",
-        size=alt.condition(f"datum.series == '{_FINAL}'", alt.value(130), alt.value(26)),
-        opacity=alt.condition(picked, alt.value(0.85), alt.value(0.05)),
-    )  # fmt: skip
+    dots = alt.Chart(values(rows)).mark_point(filled=True, size=40, opacity=0.85)
+    dots = dots.encode(x=x, y=y, color=colour(look), shape=shape(look), tooltip="tip:N")
     stairs = alt.Chart(values(best)).mark_line(interpolate="step-after", strokeWidth=1.5)
     stairs = stairs.encode(x=x, y=y, color=colour(look), detail="run:N")
-    chart = layers(dots, *_bands(points), *([stairs] if best else []), height=300, picked=picked)
+    chart = layers(dots, *([stairs] if best else []))
     name = "trace" if quantity == "score" else "trace-ll"
     numbers = [getattr(point, quantity) for point in points]
     text = f"{len(points)} evaluations, from {min(numbers):.4g} to {max(numbers):.4g}."
@@ -112,7 +102,8 @@ def front_picture(front: Front) -> Picture:
             f"{format_bytes(point.bytes or 0)}, {share:.1%} of the original's KV slots, "
             f"{point.full_kv_heads} full KV heads: score {score:.4g}"
         )
-        rows.append({"series": series, "x": point.bytes, "y": score, "tip": tip, **limits})
+        row = {"series": series, "x": point.bytes, "y": score, "tip": tip, "number": index + 1}
+        rows.append(row | limits)
     look = {
         "front": Style("hybrid"), "chosen": Style("fifth", "diamond"),
         "original": Style("original", "square"),
@@ -124,8 +115,10 @@ def front_picture(front: Front) -> Picture:
     y = Axis(f"Score on {examples}, exact match", "share", domain=(-0.03, 1.03))
     line = alt.Chart(values(rows)).mark_line(color="var(--hybrid)", opacity=0.5)
     chart = curves(rows, x, y, look, has_lines=False)
-    chart += line.encode(x=x.of(alt.X, "x"), y=y.of(alt.Y, "y"))
-    text = "; ".join(row["tip"] for row in rows)
+    numbers = alt.Chart(values(rows)).mark_text(dx=9, align="left")
+    for mark, text in ((line, {}), (numbers, {"text": "number:N"})):
+        chart += mark.encode(x=x.of(alt.X, "x"), y=y.of(alt.Y, "y"), **text)
+    text = "; ".join(f"{row['number']}: {row['tip']}" for row in rows)
     return Picture("front", chart, f"{text}.", "Score over the KV cache")
 
 
@@ -141,28 +134,3 @@ def _best(points: list[TracePoint]) -> Iterator[dict[str, Any]]:
         for point in run_points:
             row = {"x": point.step, "y": point.best_score, "series": _BEST}
             yield row | {"run": str(run)}
-
-
-def _bands(points: list[TracePoint]) -> list[alt.Chart]:
-    """Layers that shade every other phase, name each, and mark where a sub-problem begins."""
-    bands, starts = [], []
-    for index, (phase, phase_points) in enumerate(groupby(points, key=lambda point: point.phase)):
-        steps = [(point.step, point.subproblem) for point in phase_points]
-        first, last = steps[0][0] - 0.5, steps[-1][0] + 0.5
-        name = _names(phase)[0] if last - first > 0.06 * len(points) else ""
-        bands.append({"x": first, "x2": last, "name": name, "shade": index % 2})
-        starts += [{"x": step - 0.5} for (_, old), (step, new) in pairwise(steps) if old != new]
-    base = alt.Chart(values(bands))
-    middle = base.transform_calculate(x="(datum.x + datum.x2) / 2")
-    return [
-        base.transform_filter("datum.shade")
-        .mark_rect(color="var(--soft)", opacity=0.1)
-        .encode(x="x:Q", x2="x2:Q"),
-        alt.Chart(values(starts)).mark_rule(strokeDash=[2, 3], color="var(--rule)").encode(x="x:Q"),
-        middle.mark_text(y=-8, fontWeight="bold", clip=False).encode(x="x:Q", text="name:N"),
-    ]
-
-
-def _names(phase: str) -> tuple[str, str]:
-    name, label, _ = PHASES.get(phase, (phase, phase, None))
-    return name, label

@@ -118,8 +118,8 @@ def test_a_score_links_to_its_predictions(browser: Any, page: Path) -> None:
     top = browser.execute_script("return arguments[0].getBoundingClientRect().top", heading)
     assert -1 <= top < 900
     assert "output 59 of hybrid" in heading.find_element("xpath", "..").text
-    # A tile's average links to all samples of its model.
-    browser.find_element("css selector", '.tile a[href="#samples-original"]').click()
+    # A model's average links to all of its samples.
+    browser.find_element("css selector", 'td a[href="#samples-original"]').click()
     assert _shown(browser, '[id="samples-original"][open]')
 
 
@@ -127,16 +127,18 @@ def test_runs_are_sorted_by_a_column(browser: Any, page: Path, tmp_path: Path) -
     published = page.parents[1]
     summary = json.loads((published / "report/summary.json").read_text())
     for name, kib, hours in (("a", 24, 999.5), ("b", 400, 1234.5), ("c", 0.625, 2.0), ("d", 3, 0)):
-        cache = summary["kv_cache_bytes_per_token"] | {"after": 1024 * kib}
+        cache = {"original": 2**30, "hybrid": 1024 * kib, "vllm_original": None, "vllm": None}
         cost = {"USD": 2 * hours} if hours else None
-        changes = {"kv_cache_bytes_per_token": cache, "gpu_hours": {"train": hours}, "cost": cost}
+        changes = {
+            "kv_cache_bytes": {"2048": cache}, "gpu_hours": {"train": hours}, "cost": cost
+        }  # fmt: skip
         folder = tmp_path / name / "report"
         folder.mkdir(parents=True)
         shutil.copy(published / "search/manifest.json", folder)
         report_fixture.write_json(folder / "summary.json", summary | changes)
     _open(browser, write_index(tmp_path))
     for head, rising in (
-        ("cache per token", "c d a b"),
+        ("cache in generate", "c d a b"),
         ("GPU hours", "d c a b"),
         ("cost", "d c a b"),
     ):
@@ -161,8 +163,8 @@ def test_pages_work_in_light_dark_on_phones_and_on_paper(browser: Any, page: Pat
     _emulate(browser, media="print")
     # Paper shows what is closed on the screen, but no menus and no predictions.
     assert not _shown(browser, ".filter") and not _shown(browser, ".samples")
-    assert len(_shown(browser, ".facts tr")) == len(
-        browser.find_elements("css selector", ".facts tr")
+    assert len(_shown(browser, ".facts dt")) == len(
+        browser.find_elements("css selector", ".facts dt")
     )
     paper = browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})
     sheets = re.findall(rb"/Type\s*/Page[^s]", base64.b64decode(paper["data"]))
@@ -182,7 +184,7 @@ def test_charts_are_interactive(browser: Any, page: Path) -> None:
     point = figure.find_elements("css selector", ".mark-symbol.role-mark path")[3]
     ActionChains(browser).move_to_element(point).perform()
     tip = wait.until(lambda _: _shown(browser, "#vg-tooltip-element"))[0]
-    assert re.search(r"original, \w+: [\d.]+ .iB, 100% of the original", tip.text)
+    assert re.search(r"original, \w+: [\d.]+ .iB", tip.text)
 
     def faded() -> int:
         points = figure.find_elements("css selector", ".mark-symbol.role-mark path")
@@ -191,7 +193,7 @@ def test_charts_are_interactive(browser: Any, page: Path) -> None:
     assert faded() == 0
     label = figure.find_elements("css selector", ".role-legend-label text")[0]
     ActionChains(browser).move_to_element(label).click().perform()
-    wait.until(lambda _: faded() == 11)
+    wait.until(lambda _: faded() == 18)
 
 
 def test_without_scripts_everything_is_visible(browser: Any, page: Path) -> None:

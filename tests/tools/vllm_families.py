@@ -31,7 +31,6 @@ from bosch.files import read_json, write_json, write_text
 from bosch.journal import Journal
 from bosch.model.families import decoder_layers
 from stages.finished import FinishedWork
-from stages.pages.tables import Table
 from tests.hybrid_case import FAMILY_NAMES, small_config, small_model
 from tests.vllm_case import (
     SIZES,
@@ -245,7 +244,7 @@ def _page(outcomes: dict[tuple[str, str], Outcome], versions: dict[str, str]) ->
         "the last column says what the original model does. The plugin refuses some models: the "
         "reason follows the word.\n\n"
         "```bash\n.venv-vllm/bin/python -m tests.tools.vllm_families  # writes this page\n```\n\n"
-        + Table.of_rows("", header, lines).markdown_table()
+        + "".join(f"| {' | '.join(cells)} |\n" for cells in (header, ["---"] * len(header), *lines))
         + (f"\nNot tried: {', '.join(rest)}.\n" if rest else "")
     )
 

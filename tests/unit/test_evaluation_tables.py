@@ -17,7 +17,7 @@ from bosch.files import file_hashes
 from stages.context import ModelConfig
 from stages.evaluate.answers import AnswerFolder, EvaluatedModel, Subtask, TaskGroup
 from stages.evaluate.models import write_tables
-from stages.evaluate.scores import SAMPLES, PairedComparison, Scores, read_samples
+from stages.evaluate.scores import SAMPLES, Scores, read_samples
 from stages.evaluate.suite import Suite
 from stages.evaluate.suites.positions.suite import position_table
 from stages.evaluate.tables import (
@@ -81,21 +81,6 @@ def test_tasks_whose_scores_are_no_shares_are_recognised() -> None:
     assert not_shares(every).keys() == {"high", "low"}
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "relation"),
-    [
-        (-5.0, 5.0, "similar"), (-5.1, 1.0, "undecided"), (-1.0, 5.1, "undecided"),
-        (0.0, 3.0, "similar"), (-3.0, 0.0, "similar"),
-        (0.1, 1.0, "different"), (-9.0, -0.1, "different"),
-    ],
-)  # fmt: skip
-def test_an_interval_decides_between_lower_close_and_unknown(
-    low: float, high: float, relation: str
-) -> None:
-    ends = {"difference_low": low, "difference_high": high}
-    assert PairedComparison(samples=9, difference=low, p_value=0.5, **ends).relation == relation
-
-
 FOUR, THREE, HALF = [1.0, 0.0, 1.0, 1.0], [1.0, 1.0, 1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0]
 
 
@@ -129,7 +114,7 @@ def test_a_table_with_differences_from_the_original() -> None:
     table = suite_table({("a", 512): FOUR, ("b", 512): THREE}, original)
     own = table["a"]["512"]["against_original"]
     assert own == against([(FOUR, [1.0] * 4)])
-    assert (own["difference"], own["ratio"], own["samples"]) == (-25.0, 75.0, 4)
+    assert (own["difference"], own["samples"]) == (-25.0, 4)
     wrong, right = [0.0] * 10, [1.0] * 10
     assert against([(wrong, right)])["p_value"] == compare([wrong], [right]).p_value < 0.05
     # The original has answered other questions of b, so b and the average are not compared.

@@ -30,6 +30,7 @@ from bosch.model.materialize import materialize
 from bosch.this_process import killed_by_kernel
 from bosch.window import Window
 from pipeline.commands.measure import default_output
+from stages.context import ModelConfig, Runtime, StageConfig
 from stages.measure import measurement, process
 from stages.measure.measured_model import (
     Variant,
@@ -38,14 +39,15 @@ from stages.measure.measured_model import (
     even_layout,
     planned_variants,
 )
-from stages.measure.process import check_kernels
+from stages.measure.process import check_kernels, measure_run
 from stages.measure.results import (
     add_original_ratios,
     figures,
     point_of,
     results_table,
 )
-from stages.measure.stage import MeasureSettings
+from stages.measure.run import run as measure_stage
+from stages.measure.stage import Efficiency, MeasureConfig, MeasureSettings
 from stages.pages.charts import Picture
 from tests.hybrid_case import KV_HEADS, LAYERS, random_mask, small_config, small_model, tokens
 from tests.tiny_data import save_tiny_model
@@ -557,3 +559,29 @@ def test_figures_of_measurements_have_a_panel_per_setting_and_a_line_per_model()
     assert [row["series"] for row in drawn(by_window[0])[0]] == ["original", "W = 64", "W = 1,024"]
     scale = first[0].chart.to_dict(validate=False)["layer"][0]["encoding"]["color"]["scale"]
     assert scale["domain"] == ["original", "ρ = 0.5", "ρ = 0.75"]
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measurement, "run_in_process", lambda request, what: measure_run(request))
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_the_stage_measure_compares_the_hybrid_with_its_original(tmp_path: Path) -> None:
+    base = load_model(save_tiny_model(tmp_path / "base"))
+    mask = HeadMask.from_swa_kv_heads([[0], [1]], 2)
+    materialize(base, mask, Window(32)).save_pretrained(tmp_path / "materialize" / "model")
+    config = StageConfig(
+        section=MeasureConfig(lengths=[1024], decode_tokens=2, repeats=1),
+        model=ModelConfig(path="unused", dtype="float32"),
+        seed=0,
+        runtime=Runtime(attention="sdpa"),
+    )
+    (tmp_path / "work").mkdir()
+    summary = measure_stage(config, {"materialize": tmp_path / "materialize"}, tmp_path / "work")
+    record = Efficiency.read(tmp_path / "work")
+    assert record.settings["dtype"] == "float32" and record.settings["attention"] == "sdpa"
+    assert record.machine
+    assert [point.length for point in record.hybrids] == [1024]
+    assert summary.keys() == {"1024"} and summary["1024"]["prefill_tokens_per_second"] > 0
+    assert not list((tmp_path / "work").glob("*.partial.jsonl"))
