@@ -38,6 +38,11 @@ def maker() -> ModuleType:
     return module
 
 
+@pytest.fixture(scope="module")
+def schema(maker: ModuleType) -> Any:
+    return json.loads(maker.recipe_schema())
+
+
 @pytest.mark.parametrize(
     ("page", "function"),
     [
@@ -53,12 +58,12 @@ def test_reference_is_current(maker: ModuleType, page: str, function: str) -> No
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_the_schema_that_a_recipe_names_accepts_it(maker: ModuleType, recipe: Path) -> None:
+def test_the_schema_that_a_recipe_names_accepts_it(schema: Any, recipe: Path) -> None:
     first, _, _ = recipe.read_text(encoding="utf-8").partition("\n")
-    mark, _, schema = first.partition("$schema=")
+    mark, _, named = first.partition("$schema=")
     assert mark == "# yaml-language-server: "
-    assert (recipe.parent / schema).resolve() == ROOT / "docs" / "reference" / "recipe.schema.json"
-    jsonschema.validate(read_mapping(recipe), json.loads(maker.recipe_schema()))
+    assert (recipe.parent / named).resolve() == ROOT / "docs" / "reference" / "recipe.schema.json"
+    jsonschema.validate(read_mapping(recipe), schema)
 
 
 @pytest.mark.parametrize(
@@ -77,14 +82,13 @@ def test_the_schema_that_a_recipe_names_accepts_it(maker: ModuleType, recipe: Pa
     ],
 )
 def test_the_schema_accepts_what_a_recipe_may_hold(
-    maker: ModuleType, keys: tuple[str, ...], value: Any, accepted: bool
+    schema: Any, keys: tuple[str, ...], value: Any, accepted: bool
 ) -> None:
     content = read_mapping(ROOT / "recipes" / "quickstart.yaml")
     inner = content
     for key in keys[:-1]:
         inner = inner.setdefault(key, {})
     inner[keys[-1]] = value
-    schema = json.loads(maker.recipe_schema())
     assert jsonschema.Draft202012Validator(schema).is_valid(content) is accepted
 
 

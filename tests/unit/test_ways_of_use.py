@@ -45,10 +45,8 @@ from tests.hybrid_case import (
     small_model,
     tokens,
 )
-from tests.unit.test_paper_map import ROOT, names_in
 
 WINDOW, SINKS, LENGTH, NEW = 6, 2, 20, 8
-PAGE = ROOT / "docs" / "guide" / "using.md"
 _NEAR = {"rtol": 1e-4, "atol": 1e-5}
 
 
@@ -79,20 +77,6 @@ def folder(hybrid: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
 
 def _greedy(model: Any, ids: torch.Tensor, **options: Any) -> Any:
     return model.generate(ids, max_new_tokens=NEW, do_sample=False, **options)
-
-
-def test_every_way_on_the_page_has_tests_that_exist() -> None:
-    lines = PAGE.read_text(encoding="utf-8").splitlines()
-    cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
-    ways = [way for way, *_ in cells if way != "way"]
-    tests_of_ways = json.loads((ROOT / "tests" / "ways_of_use.json").read_text("utf-8"))
-    assert sorted(ways) == sorted(tests_of_ways)
-    for way, tests in tests_of_ways.items():
-        assert tests, way
-        for test in tests:
-            path, _, name = test.partition("::")
-            assert path.startswith("tests/") and name.startswith("test_"), way
-            assert name in names_in(ROOT / path), test
 
 
 @pytest.mark.parametrize(
