@@ -83,7 +83,7 @@ class Runtime(Section):
     """Samples of each needle score, which is the share with all answer tokens correct."""
     heldout_every_steps: Count | None = None
     """Steps of training between losses on sequences that it does not read, by quarter of the
-    sequence, with the routers' entropy and load of a mixture of experts; default: none."""
+    sequence; default: none."""
     heldout_sequences: Annotated[int, Field(gt=0, le=10_000)] = 16
     """Prepared sequences that are held out from training for this loss."""
     wandb_project: Line | None = None
