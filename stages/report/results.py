@@ -202,7 +202,7 @@ class Results:
         """The caches of one request of `tokens` tokens."""
         rows = self.search.mask.mask.heads_per_layer(self.search.mask.windows)
         kinds = self.config.kinds
-        full = [{None: sum(row.values())} for row in rows]
+        full: list[dict[Window | None, int]] = [{None: sum(row.values())} for row in rows]
         itemsize = self.cache.bytes_per_head // (2 * kinds.head_dim)
         return Caches(
             self.cache.original(tokens), self.cache.dynamic(tokens),

@@ -116,8 +116,8 @@ def front_picture(front: Front) -> Picture:
     line = alt.Chart(values(rows)).mark_line(color="var(--hybrid)", opacity=0.5)
     chart = curves(rows, x, y, look, has_lines=False)
     numbers = alt.Chart(values(rows)).mark_text(dx=9, align="left")
-    for mark, text in ((line, {}), (numbers, {"text": "number:N"})):
-        chart += mark.encode(x=x.of(alt.X, "x"), y=y.of(alt.Y, "y"), **text)
+    for mark in (line, numbers.encode(text="number:N")):
+        chart += mark.encode(x=x.of(alt.X, "x"), y=y.of(alt.Y, "y"))
     text = "; ".join(f"{row['number']}: {row['tip']}" for row in rows)
     return Picture("front", chart, f"{text}.", "Score over the KV cache")
 

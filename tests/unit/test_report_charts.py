@@ -112,7 +112,7 @@ def test_a_table_is_printed_with_its_small_texts(capsys: pytest.CaptureFixture[s
     rows = [["Original", "97.0"], ["a|b", Cell("9", target="#there", more=["[8, 10]"])]]
     Table(title, ["method", "ρ = 0.5"], [Group(rows)], text_columns=1).print()
     out = capsys.readouterr().out
-    assert "a|b         9 [8, 10]" in out and "#there" not in out
+    assert "a|b       9 [8, 10]" in out and "#there" not in out
     assert title in out, "it is broken at the width of its table"
 
 
