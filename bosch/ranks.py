@@ -62,6 +62,15 @@ class Ranks:
             dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
+    def gather(self, values: list[T]) -> list[T]:
+        """The `values` of all ranks, in their order. Raises LostRankError as `from_first`."""
+        if self.is_alone:
+            return values
+        boxes: list[Any] = [None] * self.size
+        with partners_alive(every=True):
+            dist.all_gather_object(boxes, values)
+        return [value for box in boxes for value in box]
+
 
 def limit_collectives(minutes: float) -> None:
     """Make collectives fail after `minutes` of waiting for another process."""

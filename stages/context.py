@@ -77,10 +77,10 @@ class Runtime(Section):
     save_every_minutes: Minutes = 30
     """Minutes after which training writes a restart point at the next step's end."""
     needle_every_steps: Count | None = None
-    """Steps of training between needle scores on a few separate samples of prepare.calibration's
-    tasks and length; default: none."""
+    """Steps of training between needle scores on a few of the search's calibration examples;
+    default: none."""
     needle_samples: Annotated[int, Field(gt=0, le=10_000)] = 16
-    """Samples of each needle score, which is the share with all answer tokens correct."""
+    """Examples of each needle score, which is the share with all answer tokens correct."""
     heldout_every_steps: Count | None = None
     """Steps of training between losses on sequences that it does not read, by quarter of the
     sequence; default: none."""

@@ -19,11 +19,12 @@ from bosch.objective.evaluation_log import EvaluationLog
 from bosch.objective.objective import Objective
 from bosch.search.methods import METHODS
 from bosch.search.runs import MethodRun, run_method
-from data_prep.documents.calibration import forced_records
+from data_prep.documents.calibration import needle_prompts
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from data_prep.text import haystack_words
 from pipeline.recipe.load import load_recipe
 from stages.prepare.stage import PrepareConfig
+from stages.search.examples import answered
 from stages.search.stage import SearchConfig
 
 PAPER_METHODS = ("intr", "razor", "fisher", "bosch", "bosch_plus")
@@ -37,23 +38,26 @@ class StudiedModel:
         model = self.recipe.model
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.model = load_model(model.path, device=device, **model.loading)
-        prepare_for_search(self.model, self.recipe.runtime.attention)
         self.shape = mask_shape(self.model.config)
         examples = self.recipe[PrepareConfig].calibration.examples
-        self.calibration = self._objective(self._questions("calibration", examples))
-        self.held_out = self._objective(self._questions("evaluation", held_out))
+        spaces = {"calibration": examples, "evaluation": held_out}
+        questions = [self._questions(space, count) for space, count in spaces.items()]
+        prepare_for_search(self.model, self.recipe.runtime.attention)
+        self.calibration, self.held_out = map(self._objective, questions)
 
     def _questions(self, space: Any, count: int) -> CalibrationSet:
-        """Questions of the recipe's tasks and length; the two spaces share no needle."""
+        """Questions that the model answers right; the two spaces share no needle."""
         config, model = self.recipe[PrepareConfig].calibration, self.recipe.model
         tokenizer = load_tokenizer(
             TokenizerSpec(model.path, model.revision, model.trust_remote_code)
         )
-        records = forced_records(
-            config.tasks, count, config.length, space, self.recipe.seed, tokenizer,
-            haystack_words(config.essay_dir),
+        drafts = needle_prompts(
+            config.tasks, count, config.length, config.new_tokens, space, self.recipe.seed,
+            tokenizer, haystack_words(config.essay_dir),
         )  # fmt: skip
-        return CalibrationSet.from_records(record for _, record in records)
+        prompts, size = [prompt for _, prompt in drafts], self.recipe.runtime.eval_batch_size
+        records = answered(self.model, tokenizer, prompts, size)
+        return CalibrationSet.from_records((r["input_ids"], r["answer_length"]) for r in records)
 
     def _objective(self, questions: CalibrationSet) -> Objective:
         window, size = self.recipe[SearchConfig].window, self.recipe.runtime.eval_batch_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from bosch.heads import HeadMask
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.evaluation_log import Evaluation, EvaluationContext, EvaluationLog
 from bosch.search.evaluator import Evaluator
+from data_prep.documents.calibration import Prompt
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.search.stage import SearchConfig
 from tests.hybrid_case import small_model, tokens
+from tests.tiny_data import byte_tokenizer
 
 WINDOW = 8
 CONTEXT = EvaluationContext("data", "model", 16, 0)
@@ -79,16 +82,19 @@ def searchable(seed: int = 0, examples: int = 6) -> tuple[Any, CalibrationSet]:
 
 
 def write_inputs(folder: Path, seed: int = 0, examples: int = 6) -> tuple[Path, Path]:
-    """A saved model and a prepare directory with its calibration set."""
-    model = small_model("qwen3", seed)
+    """A saved model and a prepare directory with prompts that it answers right."""
+    model, tokenizer = small_model("qwen3", seed), byte_tokenizer()
     model.save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "prepare" / "tokenizer")
     calibration = folder / "prepare" / "calibration"
     calibration.mkdir(parents=True)
-    lines = [
-        json.dumps({"task": "random", "index": i, "seed": seed, **record})
-        for i, record in enumerate(answered_records(model, examples, seed))
-    ]
-    (calibration / "calibration.jsonl").write_text("\n".join(lines) + "\n")
+    lines = []
+    for record in answered_records(model, examples, seed):
+        ids, length = record["input_ids"], record["answer_length"]
+        answers = [tokenizer.decode(ids[-length:])]
+        prompt = Prompt("random", len(ids), length, ids[:-length], "", answers)
+        lines.append(json.dumps(asdict(prompt)) + "\n")
+    (calibration / "prompts.jsonl").write_text("".join(lines))
     return folder / "base", folder / "prepare"
 
 

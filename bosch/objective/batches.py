@@ -5,7 +5,7 @@ E examples, T tokens of the longest, A answer tokens of all, C hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,18 +39,23 @@ def batches_by_part(
 ) -> list[list[Batch]]:
     """Batches of each part, by length for little padding; UserError for an unknown token."""
     examples = calibration.examples
-    highest = max(max(example.input_ids) for example in examples)
-    if highest >= vocabulary:
-        raise UserError(
-            f"the calibration set holds the token id {highest:,}, the model's vocabulary ends at "
-            f"{vocabulary - 1:,}: it was prepared with another tokenizer, run prepare again"
-        )
+    check_vocabulary((example.input_ids for example in examples), vocabulary)
     parts = []
     for indices in examples_by_part(len(examples)):
         by_length = sorted(indices, key=lambda i: len(examples[i].input_ids))
         starts = range(0, len(indices), batch_size)
         parts.append([batch_of(examples, by_length[i : i + batch_size]) for i in starts])
     return parts
+
+
+def check_vocabulary(texts: Iterable[Sequence[int]], vocabulary: int) -> None:
+    """Raise UserError for a token that the model does not know."""
+    highest = max(map(max, texts))
+    if highest >= vocabulary:
+        raise UserError(
+            f"the calibration set holds the token id {highest:,}, the model's vocabulary ends at "
+            f"{vocabulary - 1:,}: it was prepared with another tokenizer, run prepare again"
+        )
 
 
 def examples_by_part(count: int) -> list[list[int]]:

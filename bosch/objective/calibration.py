@@ -50,10 +50,9 @@ class CalibrationSet:
         return cls(tuple(examples))
 
     @classmethod
-    def load(cls, path: Path, advice: str = "run prepare again") -> CalibrationSet:
-        """Read `calibration.jsonl`; raises UserError, with `advice`, if it is missing or bad."""
-        if path.is_dir():
-            path = path / "calibration.jsonl"
+    def load(cls, path: Path) -> CalibrationSet:
+        """Read a search's `calibration.jsonl`; raises UserError if it is missing or bad."""
+        advice = "run the search again with --force search"
         try:
             lines = read_regular(path).splitlines()
             return cls.from_records(map(_record, filter(bytes.strip, lines)))

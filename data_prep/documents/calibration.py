@@ -1,18 +1,39 @@
-"""The calibration set: teacher-forced needle examples, and a record of their needles."""
+"""The calibration set's prompts: needle questions that the search asks the original model."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from bosch.errors import RunError
 from bosch.progress import progress
-from data_prep.tasks.needles import Draft, Needle, SeedSpace, forced_ids, make_sample
+from data_prep.tasks.needles import Draft, Needle, SeedSpace, make_sample
 from data_prep.tasks.samples import StoredSample
+from data_prep.tasks.tables import PROMPTS_PER_EXAMPLE
+from data_prep.text import encode_prompt
+
+_PROMPTS, _NEEDLES = "prompts.jsonl", "needles.jsonl"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt of `task` fitted into `length` tokens, with `new_tokens` for the answer.
+
+    Its text ends with `prefix`, the beginning of the answer. A `spare` prompt is asked only where
+    others are answered wrongly.
+    """
+
+    task: str
+    length: int
+    new_tokens: int
+    input_ids: list[int]
+    prefix: str
+    answers: list[str]
+    spare: bool = False
 
 
 def write_calibration(
@@ -21,31 +42,30 @@ def write_calibration(
     tasks: Sequence[str],
     examples: int,
     length: int,
+    new_tokens: Callable[[str], int],
     seed: int,
     tokenizer: Any,
     essay_words: Sequence[str],
 ) -> dict[str, Any]:
-    """Write calibration.jsonl (token ids) and needles.jsonl (the needles of each example).
-
-    Tasks alternate. A record of calibration.jsonl holds task, index, seed, input_ids and
-    answer_length; the last `answer_length` ids are the answer. Returns statistics.
-    """
+    """Write prompts.jsonl and needles.jsonl (the needles of each prompt); returns statistics."""
     folder.mkdir(parents=True, exist_ok=True)
     lengths = []
-    records = forced_records(tasks, examples, length, "calibration", seed, tokenizer, essay_words)
+    count = PROMPTS_PER_EXAMPLE * examples
+    prompts = needle_prompts(
+        tasks, count, length, new_tokens, "calibration", seed, tokenizer, essay_words
+    )
     with (
-        (folder / "calibration.jsonl").open("w") as ids_file,
-        (folder / "needles.jsonl").open("w") as needles_file,
-        progress(examples, "calibration examples", "examples") as bar,
+        (folder / _PROMPTS).open("w") as prompts_file,
+        (folder / _NEEDLES).open("w") as needles_file,
+        progress(count, "calibration prompts", "prompts") as bar,
     ):
-        for index, (sample, (ids, answer_length)) in enumerate(records):
-            lengths.append(len(ids))
-            common = {"task": tasks[index % len(tasks)], "index": index, "seed": seed}
-            record = {**common, "input_ids": ids, "answer_length": answer_length}
-            ids_file.write(json.dumps(record) + "\n")
-            digest = hashlib.sha256(sample.prompt.encode()).hexdigest()
-            needles = {"needles": sample.needles, "prompt_sha256": digest}
-            needles_file.write(json.dumps({**common, **needles}) + "\n")
+        for index, (draft, prompt) in enumerate(prompts):
+            lengths.append(len(prompt.input_ids))
+            record = {**asdict(prompt), "spare": index >= examples}
+            prompts_file.write(json.dumps(record) + "\n")
+            digest = hashlib.sha256(draft.prompt.encode()).hexdigest()
+            record = {"task": prompt.task, "needles": draft.needles, "prompt_sha256": digest}
+            needles_file.write(json.dumps(record) + "\n")
             bar.update()
     return {
         "tasks": list(tasks),
@@ -56,28 +76,32 @@ def write_calibration(
     }
 
 
-def forced_records(
+def needle_prompts(
     tasks: Sequence[str],
-    examples: int,
+    count: int,
     length: int,
+    new_tokens: Callable[[str], int],
     seed_space: SeedSpace,
     seed: int,
     tokenizer: Any,
     essay_words: Sequence[str],
-    max_new_tokens: int | None = None,
-) -> Iterator[tuple[Draft, tuple[list[int], int]]]:
-    """Teacher-forced examples: the sample, and its token ids and answer length.
+) -> Iterator[tuple[Draft, Prompt]]:
+    """Needle questions as the evaluation asks them; tasks alternate.
 
-    Tasks alternate. Prompt and answer have at most `length` tokens; with `max_new_tokens`, prompt
-    plus `max_new_tokens` have.
+    A prompt and `new_tokens(task)` have at most `length` tokens.
     """
-    for number in range(examples):
+    for number in range(count):
         task = tasks[number % len(tasks)]
-        sample = make_sample(
-            task, length, tokenizer, seed_space, seed, number, max_new_tokens, essay_words
-        )
-        prompt, answer = forced_ids(sample, tokenizer)
-        yield sample, (prompt + answer, len(answer))
+        new = new_tokens(task)
+        draft = make_sample(task, length, tokenizer, seed_space, seed, number, new, essay_words)
+        ids = encode_prompt(tokenizer, draft.text)
+        yield draft, Prompt(task, length, new, ids, draft.prefix, draft.answers)
+
+
+def read_prompts(folder: Path) -> list[Prompt]:
+    """The prompts in prepare's calibration folder."""
+    with (folder / _PROMPTS).open() as file:
+        return [Prompt(**json.loads(line)) for line in file]
 
 
 @dataclass(frozen=True)
@@ -90,7 +114,7 @@ class CalibrationNeedles:
     @classmethod
     def load(cls, folder: Path) -> CalibrationNeedles:
         """Read needles.jsonl of prepare's calibration folder."""
-        with (folder / "needles.jsonl").open() as file:
+        with (folder / _NEEDLES).open() as file:
             records = [json.loads(line) for line in file]
         pairs = frozenset((key, value) for record in records for key, value in record["needles"])
         return cls(pairs, frozenset(record["prompt_sha256"] for record in records))

@@ -139,14 +139,13 @@ def make_sample(
     seed_space: SeedSpace,
     seed: int,
     index: int,
-    max_new_tokens: int | None,
+    max_new_tokens: int,
     essay_words: Sequence[str],
 ) -> Draft:
     """The sample of this task and index, with the longest haystack that `length` tokens allow.
 
     Args:
-        max_new_tokens: Generated tokens, counted inside `length`. None: the teacher-forced form,
-            prompt and answer, is fitted into `length` instead.
+        max_new_tokens: Generated tokens, counted inside `length`.
         essay_words: Words of the essay haystacks, see `data_prep.text.haystack_words`.
 
     Evaluation haystacks start with the essay's first word, as RULER's do; the other seed spaces
@@ -157,29 +156,12 @@ def make_sample(
     draws = _Draws(task, length, seed_space, seed, index, essay_words)
 
     def tokens(size: int) -> int:
-        draft = draws.draft(size)
-        if max_new_tokens is None:
-            return sum(map(len, forced_ids(draft, tokenizer)))
-        return len(encode_prompt(tokenizer, draft.text)) + max_new_tokens
+        return len(encode_prompt(tokenizer, draws.draft(size).text)) + max_new_tokens
 
     spec = NEEDLES[task]
     per_unit = _tokens_per_unit(task, tokenizer, tuple(essay_words[:2000]))
     smallest = 0 if spec.haystack == "essay" else spec.keys
     return draws.draft(largest_fit(tokens, length, per_unit, smallest, task))
-
-
-def forced_ids(draft: Draft, tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Prompt and answer ids of the teacher-forced form, whose prompt ends with a colon.
-
-    Prompt and answer are tokenised separately. The answer is tokenised after a colon, unless that
-    changes the colon's tokens: some tokenizers put a space before any text.
-    """
-    prompt, answer = encode_prompt(tokenizer, f"{draft.text}:"), f" {draft.answers[0]}"
-    colon = encode_answer(tokenizer, ":")
-    colon_and_answer = encode_answer(tokenizer, f":{answer}")
-    if colon_and_answer[: len(colon)] == colon:
-        return prompt, colon_and_answer[len(colon) :]
-    return prompt, encode_answer(tokenizer, answer)
 
 
 @lru_cache(maxsize=64)

@@ -37,6 +37,8 @@ NEEDLES: dict[str, TaskSpec] = {
     "niah_multikey_2": TaskSpec("needles", "words", "numbers", 1),
     "niah_multikey_3": TaskSpec("needles", "uuids", "uuids", 1),
 }
+# Prompts for each of its examples, since the model answers some of them wrongly.
+PROMPTS_PER_EXAMPLE = 2
 # RULER's thirteen (NVIDIA/RULER c3f5e3b).
 RulerTask = Literal[
     NeedleTask, "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "qa_1", "qa_2"

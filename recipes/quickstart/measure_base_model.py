@@ -2,8 +2,9 @@
 
     python -m recipes.quickstart.measure_base_model recipes/quickstart/base_model
 
-Measures exact match on needle questions with full and all-sliding attention, the cost of making
-each KV head sliding, the spread over random masks, and the loss on held-out Python text. The
+Measures right answers to needle questions with full attention, how many of them all-sliding
+attention reproduces, the cost of making each KV head sliding, the spread over random masks, and the
+loss on held-out Python text. The
 questions come from the evaluation seed space, which shares no needle with training or calibration.
 """
 
@@ -26,9 +27,10 @@ from bosch.objective.calibration import CalibrationSet
 from bosch.objective.objective import Objective
 from bosch.progress import progress
 from bosch.window import Window
-from data_prep.documents.calibration import forced_records
+from data_prep.documents.calibration import needle_prompts
 from data_prep.text import haystack_words
 from recipes.quickstart.training_rows import python_text
+from stages.search.examples import answered
 
 TASKS = ("niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multikey_2")
 WINDOW, SEED = 128, 2026
@@ -37,31 +39,34 @@ SEARCH_LENGTH, SEARCH_SAMPLES, RANDOM_MASKS = 512, 24, 50
 TEXT_LENGTH = 1024
 
 
-def questions(tokenizer: Any, tasks: Sequence[str], length: int, count: int) -> CalibrationSet:
-    """Teacher-forced needle questions of at most `length` tokens, alternating between tasks."""
-    records = forced_records(
-        tasks, count, length, "evaluation", SEED, tokenizer, haystack_words(None), max_new_tokens=16
+def questions(model: Any, tokenizer: Any, tasks: Sequence[str], length: int, count: int) -> Any:
+    """Needle questions of at most `length` tokens, alternating between tasks, with the right
+    answers of the model, which has full attention; and the share that it answers right."""
+    prompts = needle_prompts(
+        tasks, count, length, lambda task: 16, "evaluation", SEED, tokenizer, haystack_words(None)
     )
-    return CalibrationSet.from_records(record for _, record in records)
+    records = answered(model, tokenizer, [prompt for _, prompt in prompts], 1)
+    examples = [(record["input_ids"], record["answer_length"]) for record in records]
+    return CalibrationSet.from_records(examples), len(records) / count
 
 
 def needle_measures(model: Any, tokenizer: Any) -> dict[str, Any]:
     """Scores of the full and the all-sliding mask, with the masks of `mask_measures`."""
-    prepare_for_search(model)
     layers, heads = model.config.num_hidden_layers, model.config.num_key_value_heads
     all_full, all_sliding = HeadMask.all_full(layers, heads), HeadMask.all_sliding(layers, heads)
+    count = SAMPLES // len(TASKS)
+    asked = {task: questions(model, tokenizer, [task], CONTEXT, count) for task in TASKS}
+    searched, _ = questions(model, tokenizer, TASKS, SEARCH_LENGTH, SEARCH_SAMPLES)
+    prepare_for_search(model)
     full: dict[str, float] = {}
     sliding: dict[str, float] = {}
-    for task in TASKS:
-        objective = Objective(
-            model, questions(tokenizer, [task], CONTEXT, SAMPLES // len(TASKS)), Window(WINDOW)
+    for task, (examples, right) in asked.items():
+        full[task] = right
+        sliding[task] = (
+            right * Objective(model, examples, Window(WINDOW)).evaluate(all_sliding).score
         )
-        full[task] = objective.evaluate(all_full).score
-        sliding[task] = objective.evaluate(all_sliding).score
         print(f"{task}: full {full[task]:.3f}, sliding {sliding[task]:.3f}", flush=True)
-    objective = Objective(
-        model, questions(tokenizer, TASKS, SEARCH_LENGTH, SEARCH_SAMPLES), Window(WINDOW)
-    )
+    objective = Objective(model, searched, Window(WINDOW))
     return {
         "full": float(np.mean(list(full.values()))),
         "sliding": float(np.mean(list(sliding.values()))),

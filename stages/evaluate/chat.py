@@ -93,6 +93,18 @@ class ChatTemplate:
         return [*self._before, *prompt_ids, *self._after, *prefix_ids]
 
 
+def checked_template(tokenizer: Any, embeddings: int) -> ChatTemplate:
+    """The template of a model with so many embeddings; UserError if it has a token without one."""
+    chat = ChatTemplate(tokenizer)
+    if (token := max(chat.ids([]), default=0)) >= embeddings:
+        raise UserError(
+            f"evaluate.chat_template: the template of {tokenizer.name_or_path} makes token "
+            f"{token}, and the model has {embeddings:,} embeddings; resize them "
+            "(resize_token_embeddings), or set it to false"
+        )
+    return chat
+
+
 def has_template(folder: Path) -> bool:
     """Whether the tokenizer in `folder` has a chat template."""
     if any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):

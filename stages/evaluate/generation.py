@@ -87,7 +87,19 @@ def generate(
     max_new_tokens: int,
     batch_size: int,
 ) -> Iterator[list[tuple[Question, str]]]:
-    """Batches of questions with the text generated for each; the longest prompts come first.
+    """`generate_ids` with the text of each answer."""
+    for batch in generate_ids(model, tokenizer, questions, max_new_tokens, batch_size):
+        yield [(question, decode(tokenizer, ids)) for question, ids in batch]
+
+
+def generate_ids(
+    model: Any,
+    tokenizer: Any,
+    questions: Sequence[Question],
+    max_new_tokens: int,
+    batch_size: int,
+) -> Iterator[list[tuple[Question, torch.Tensor]]]:
+    """Batches of questions with the ids generated for each; the longest prompts come first.
 
     A sequence ends at the model's end token, at `max_new_tokens`, or when it contains every answer
     to its question. Where RoPE depends on the longest row, each question is a batch of its own.
@@ -108,8 +120,8 @@ def generate(
         )
     for start in range(0, len(order), batch_size):
         batch = order[start : start + batch_size]
-        texts = _generate_batch(model, tokenizer, batch, max_new_tokens)
-        yield list(zip(batch, texts, strict=True))
+        answers = _generate_batch(model, tokenizer, batch, max_new_tokens)
+        yield list(zip(batch, answers, strict=True))
 
 
 @torch.inference_mode()
@@ -118,7 +130,7 @@ def _generate_batch(
     tokenizer: Any,
     batch: Sequence[Question],
     max_new_tokens: int,
-) -> list[str]:
+) -> list[torch.Tensor]:
     ends = _end_tokens(model)
     pad = next((id for id in (tokenizer.pad_token_id, *(ends or ())) if id is not None), 0)
     length = max(len(question.prompt_ids) for question in batch)
@@ -148,7 +160,7 @@ def _generate_batch(
     finally:
         model.generation_config = saved
     nan_check.check()
-    return [decode(tokenizer, _without_end(row[length:], pad)) for row in output]
+    return [_without_end(row[length:], pad) for row in output]
 
 
 def _without_end(ids: torch.Tensor, pad: int) -> torch.Tensor:

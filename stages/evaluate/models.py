@@ -27,7 +27,7 @@ from data_prep.documents.calibration import CalibrationNeedles
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from stages.context import Runtime, StageConfig
 from stages.evaluate.answers import AnswerFolder, EvaluatedModel, ModelError
-from stages.evaluate.chat import ChatTemplate
+from stages.evaluate.chat import ChatTemplate, checked_template
 from stages.evaluate.scores import (
     FAILED_MODELS,
     ORIGINAL,
@@ -152,14 +152,7 @@ def _chat_template(
     Raises UserError if it contains a token without an embedding.
     """
     if section.chat_template:
-        chat = ChatTemplate(tokenizer)
-        if (token := max(chat.ids([]), default=0)) >= embeddings:
-            raise UserError(
-                f"evaluate.chat_template: the template of {tokenizer.name_or_path} makes token "
-                f"{token}, and the model has {embeddings:,} embeddings; resize them "
-                "(resize_token_embeddings), or set it to false"
-            )
-        return chat, "in the tokenizer's chat template"
+        return checked_template(tokenizer, embeddings), "in the tokenizer's chat template"
     if tokenizer.chat_template:
         logger.warning(
             "the tokenizer has a chat template, which evaluate.chat_template: true would apply: "

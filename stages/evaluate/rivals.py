@@ -23,20 +23,20 @@ from stages.context import StageConfig
 from stages.evaluate.answers import EvaluatedModel
 from stages.evaluate.models import process_state
 from stages.evaluate.stage import EvaluateConfig
-from stages.prepare.stage import CALIBRATION, PrepareConfig
+from stages.prepare.stage import PrepareConfig
 from stages.search.budget import RequestCache
-from stages.search.stage import SearchConfig
+from stages.search.stage import EXAMPLES, SearchConfig
 
 logger = logging.getLogger(__name__)
 
 
 @partners_alive()
 def rivals(
-    config: StageConfig[EvaluateConfig], searched: HeadMaskFile, prepared: Path, work_dir: Path
+    config: StageConfig[EvaluateConfig], searched: HeadMaskFile, search: Path, work_dir: Path
 ) -> list[EvaluatedModel]:
     """The untrained hybrids of `evaluate.rivals`, in its order; called on every rank.
 
-    The first rank computes the masks with the calibration set in `prepared`, and writes each to
+    The first rank computes the masks with the calibration set in `search`, and writes each to
     rivals/<method>.json below `work_dir`; if all files exist, it reads them instead.
     """
     if not config.section.rivals:
@@ -47,7 +47,7 @@ def rivals(
     if state.is_main_process:
         paths = [folder / f"{method}.json" for method in config.section.rivals]
         if not all(map(exists, paths)):
-            files = rival_masks(config, config.section.rivals, searched, prepared, state.device)
+            files = rival_masks(config, config.section.rivals, searched, search, state.device)
             for file, path in zip(files, paths, strict=True):
                 file.save(path)
         masks[0] = [HeadMaskFile.load(path) for path in paths]
@@ -60,7 +60,7 @@ def rival_masks(
     config: StageConfig[Any],
     methods: Sequence[MethodName],
     searched: HeadMaskFile,
-    prepared: Path,
+    search: Path,
     device: torch.device,
 ) -> list[HeadMaskFile]:
     """Masks of rules and rankings with as many sliding heads as the `searched` one, by one process.
@@ -69,7 +69,7 @@ def rival_masks(
     with no larger KV cache.
     """
     section = config.upstream_section(SearchConfig)
-    calibration = CalibrationSet.load(prepared / CALIBRATION)
+    calibration = CalibrationSet.load(search / EXAMPLES)
     model = load_model(config.model.path, device=device, **config.model.loading)
     window, ratio = searched.windows[0], searched.swa_ratio
     if len(searched.windows) > 1:

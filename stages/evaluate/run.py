@@ -43,7 +43,7 @@ def run(
         folders[name] = folder, inputs["train_rival"]
     prepared = inputs["prepare"]
     searched = HeadMaskFile.load(inputs["materialize"] / MODEL / HEAD_MASK)
-    models = rivals(config, searched, prepared, work_dir)
+    models = rivals(config, searched, inputs["search"], work_dir)
     for name, (folder, stage) in folders.items():
         model = config.model.model_copy(update={"path": str(folder), "revision": None})
         hashes = Manifest.read(stage).hashes if exists(stage / Manifest.FILE) else None

@@ -103,7 +103,7 @@ STAGE = Stage(
     EvaluateConfig,
     field=Field(None, description="Scores; left out, nothing is evaluated."),
     completed=EvaluateConfig.completed,
-    needs=("prepare", "materialize", "train", "train_rival", "original"),
+    needs=("prepare", "search", "materialize", "train", "train_rival", "original"),
     model="weights",
     distributed=True,
     checks=_faults,

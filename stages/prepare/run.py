@@ -1,4 +1,4 @@
-"""Training data and calibration set: tokenise, mix, pack; needle examples."""
+"""Training data and calibration prompts: tokenise, mix, pack; needle questions."""
 
 from __future__ import annotations
 
@@ -118,7 +118,8 @@ def _calibration(
     words = haystack_words(calibration.essay_dir)
     statistics = write_calibration(
         work_dir / CALIBRATION, tasks=calibration.tasks, examples=calibration.examples,
-        length=calibration.length, seed=config.seed, tokenizer=tokenizer, essay_words=words,
+        length=calibration.length, new_tokens=calibration.new_tokens, seed=config.seed,
+        tokenizer=tokenizer, essay_words=words,
     )  # fmt: skip
     return {**statistics, "corpus": essay_identity(calibration.essay_dir, words)}
 

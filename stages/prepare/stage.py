@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -15,8 +15,9 @@ from bosch.errors import UserError
 from bosch.files import NOT_REGULAR, irregular_entries
 from data_prep.documents.sources import KINDS, SourceKind
 from data_prep.source_files import class_of_config, tokenizer_files
-from data_prep.tasks.tables import NeedleTask
+from data_prep.tasks.tables import NEW_TOKENS, PROMPTS_PER_EXAMPLE, NeedleTask
 from stages.cost import Cost, Devices
+from stages.evaluate.stage import EvaluateConfig
 from stages.faults import Fault
 from stages.fields import (
     MOST,
@@ -33,7 +34,7 @@ from stages.fields import (
 from stages.formats import format_hours
 from stages.inputs import Hasher, Input, hashed_files, is_hub_name, prose, python_identity
 from stages.published import WorkSummary
-from stages.stage import LoadedRecipe, Stage, position_faults
+from stages.stage import LoadedRecipe, Recipe, Stage, position_faults
 
 # Tokens a core tokenises in a second, with a fast tokenizer on prose and code.
 _TOKENS_PER_CORE_SECOND = 250_000
@@ -132,7 +133,8 @@ class SourceConfig(Section):
 
 
 class CalibrationConfig(Section):
-    """The set D on which S(z) is measured (BOSCH 3.3, B.4)."""
+    """The set D on which S(z) is measured (BOSCH 3.3, B.4): questions that the original model
+    answers right, with its own greedy answers."""
 
     tasks: Annotated[list[NeedleTask], AfterValidator(different)] = Field(
         default=["niah_single_2", "niah_multikey_1"], min_length=1
@@ -141,9 +143,15 @@ class CalibrationConfig(Section):
     examples: Count = 64
     """Number of examples."""
     length: Count = 32768
-    """Tokens of an example, answer included."""
+    """Tokens of an example, including generated ones."""
+    max_new_tokens: Count | None = None
+    """Tokens generated, counted inside the length; default: evaluate.needle's."""
     essay_dir: Annotated[PathText | None, prose()] = None
     """Folder of prose for essay haystacks; default: pydoc's topics."""
+
+    def new_tokens(self, task: str) -> int:
+        """Tokens that a model may generate in a task."""
+        return NEW_TOKENS[task] if self.max_new_tokens is None else self.max_new_tokens
 
 
 class PrepareConfig(Section):
@@ -156,6 +164,15 @@ class PrepareConfig(Section):
     sources: list[SourceConfig] = Field(min_length=1)
     """Where documents come from."""
     calibration: CalibrationConfig = CalibrationConfig()
+
+    def completed(self, recipe: Recipe) -> Self:
+        """The section with calibration prompts as long as the evaluation's."""
+        evaluate = recipe.get(EvaluateConfig)
+        needle: Any = None if evaluate is None else evaluate.suites.get("needle")
+        if needle is None or self.calibration.max_new_tokens is not None:
+            return self
+        changes = {"max_new_tokens": needle.max_new_tokens}
+        return self.model_copy(update={"calibration": self.calibration.model_copy(update=changes)})
 
     @property
     def sequences(self) -> int:
@@ -237,9 +254,10 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     prepare = loaded.recipe[PrepareConfig]
     tokens = prepare.sequences * prepare.sequence_length
     note = f"{tokens:,} tokens, {format_hours(tokens / _TOKENS_PER_CORE_SECOND / 3600)} on a core"
-    # An id takes 4 bytes in packed sequences, and about 6 characters in calibration.jsonl.
+    # An id takes 4 bytes in packed sequences, and about 6 characters in prompts.jsonl.
     packed = tokens * 4.0
-    calibration = prepare.calibration.examples * prepare.calibration.length * 6.0
+    prompts = PROMPTS_PER_EXAMPLE * prepare.calibration.examples
+    calibration = prompts * prepare.calibration.length * 6.0
     return Cost(0, 2 * packed + calibration, note, removed=packed)
 
 
@@ -249,6 +267,7 @@ STAGE = Stage(
     PrepareConfig,
     field=Field(description="Training data and calibration set."),
     model="tokenizer",
+    completed=PrepareConfig.completed,
     checks=_faults,
     slow_checks="stages.prepare.run:first_document_faults",
     cost="stages.prepare.stage:cost",

@@ -30,7 +30,7 @@ def run(
     searched = HeadMaskFile.load(inputs["materialize"] / MODEL / HEAD_MASK)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     methods = [config.section.method]
-    (file,) = rival_masks(config, methods, searched, inputs["prepare"], device)
+    (file,) = rival_masks(config, methods, searched, inputs["search"], device)
     folder = work_dir / "mask"
     file.save(folder / HEAD_MASK)
     section = config.upstream_section(MaterializeConfig)

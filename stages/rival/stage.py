@@ -34,7 +34,7 @@ STAGE = Stage(
     field=Field(
         None, description="A second hybrid that is trained for comparison; left out, there is none."
     ),
-    needs=("prepare", "materialize"),
+    needs=("search", "materialize"),
     # The search's hybrid is trained first.
     after=("train",),
     model="weights",

@@ -19,7 +19,6 @@ from bosch.model.families import decoder_layers
 from bosch.model.loading import load_model
 from bosch.model.materialize import check_hybrid
 from bosch.model.search_mode import prepare_for_search
-from bosch.objective.calibration import CalibrationSet
 from bosch.objective.evaluation_log import EvaluationLog
 from bosch.objective.objective import Objective
 from bosch.progress import progress
@@ -30,10 +29,10 @@ from bosch.search.methods import METHODS
 from bosch.search.runs import find_mask
 from stages.context import StageConfig
 from stages.formats import format_bytes
-from stages.prepare.stage import CALIBRATION
 from stages.search.budget import HELD_OUT_EVERY, RequestCache
 from stages.search.charts import write_front, write_traces
 from stages.search.choice import point_slots
+from stages.search.examples import calibration_set
 from stages.search.live import BEST, LiveView, mask_file
 from stages.search.processes import join_process_group
 from stages.search.stage import EVALUATIONS, FRONT, HEAD_MASK, SearchConfig, SearchSummary
@@ -50,17 +49,17 @@ def run(
     """Write head mask or front, evaluations, summary and trace plots below `work_dir`.
 
     A stopped search resumes from its evaluation log: it requests the same masks in the same order,
-    and takes logged results from the log. The calibration set is inputs["prepare"]. Returns the
-    best score and log-likelihood and their cost. Called on every rank: each computes its share of
-    the set, the first one writes the files. Raises UserError when the model or the calibration set
-    is damaged, or there is nothing to search for; RunError when the model's logits are not finite,
-    the log cannot be written, or a rank ends.
+    and takes logged results from the log. Before the search the model answers the prompts in
+    inputs["prepare"]. Returns the best score and log-likelihood and their cost. Called on every
+    rank: each computes its share of the set, the first one writes the files. Raises UserError when
+    the model is damaged or answers too few prompts right, or there is nothing to search for;
+    RunError when the model's logits are not finite, the log cannot be written, or a rank ends.
     """
     section, runtime, method = config.section, config.runtime, METHODS[config.section.method]
     if section.method == "given" and section.mask is not None:
         HeadMaskFile.load(section.mask)  # refuses a damaged mask before the model is loaded
     with join_process_group(runtime.timeout_minutes) as ranks:
-        objective = _objective(config, inputs["prepare"], ranks)
+        objective, notes = _objective(config, inputs["prepare"], work_dir, ranks)
         log = EvaluationLog(work_dir / EVALUATIONS, objective.context, ranks)
         ranks.from_first(None)  # all ranks have loaded; from here on they synchronise
         limit_collectives(config.runtime.collective_timeout_minutes)
@@ -81,6 +80,8 @@ def run(
         settings = section.settings(config.seed, ratio)
         evaluator = Evaluator(objective, log)
         evaluator.slot_budgets = budgets_in_slots(section, cache)
+        for note in notes:
+            evaluator.note(note)
         with contextlib.ExitStack() as stack:
             if ranks.is_first:
                 total = method.most_evaluations(settings, *objective.shape)
@@ -109,19 +110,23 @@ def budgets_in_slots(section: SearchConfig, cache: RequestCache) -> SlotBudgets:
     return SlotBudgets(cache.tokens, slots, slots[len(slots) // 2])
 
 
-def _objective(config: StageConfig[SearchConfig], prepared: Path, ranks: Ranks) -> Objective:
-    section = config.section
-    calibration, held_out = CalibrationSet.load(prepared / CALIBRATION), None
+def _objective(
+    config: StageConfig[SearchConfig], prepared: Path, work_dir: Path, ranks: Ranks
+) -> tuple[Objective, list[str]]:
+    """The objective on the model's own answers, and notes about them."""
+    section, held_out = config.section, None
+    model = load_model(config.model.path, device=ranks.device, **config.model.loading)
+    calibration, notes = calibration_set(config, prepared, work_dir, model, ranks)
     if METHODS[section.method].finds_front:
         calibration, held_out = calibration.split(HELD_OUT_EVERY)
-    model = load_model(config.model.path, device=ranks.device, **config.model.loading)
     text = calibration.examples[0].input_ids[:_CHECKED_TOKENS]
     check_hybrid(model, torch.tensor([text]))
     prepare_for_search(model, config.runtime.attention)
-    return Objective(
+    objective = Objective(
         model, calibration, section.menu, batch_size=config.runtime.eval_batch_size,
         ranks=ranks, held_out=held_out,
     )  # fmt: skip
+    return objective, notes
 
 
 def summary_of(evaluator: Evaluator, result: SearchResult, seconds: float) -> dict[str, Any]:

@@ -19,13 +19,14 @@ from bosch.search.methods import METHODS, MethodName
 from bosch.search.settings import SearchSettings, SolverName
 from bosch.search.trace import TracePoint
 from bosch.window import MAX_WINDOWS, Window, named_share, rising_menu
+from stages.evaluate.stage import EvaluateConfig
 from stages.faults import Fault, collected
 from stages.fields import MOST, Count, Flag, Number, PathText, Ratio, Section, rising
 from stages.inputs import Hasher, Input
 from stages.prepare.stage import PrepareConfig
 from stages.published import Record, Summary
 from stages.search.budget import Budget, RequestCache, sliding_ratio
-from stages.stage import LoadedRecipe, ModelInfo, Stage
+from stages.stage import LoadedRecipe, ModelInfo, Recipe, Stage
 
 
 def _mask_file(_search: SearchConfig, path: str | None, hasher: Hasher) -> str | None:
@@ -93,6 +94,10 @@ class SearchConfig(Section):
     the last phase's mask is the result. By default log-likelihoods break ties and the best mask on
     budget that was measured is the result."""
 
+    chat_template: Flag | None = None
+    """Whether calibration prompts are put into the tokenizer's chat template; default:
+    evaluate.chat_template."""
+
     mask: Annotated[PathText | None, Input(_mask_file, _check_mask)] = None
     """File with the head mask for method given (docs/reference/format.md)."""
 
@@ -121,6 +126,14 @@ class SearchConfig(Section):
             names = ", ".join(Budget.ALTERNATIVES[0])
             raise ValueError(f"names no budget; set swa_ratio, or one of {names} under budget")
         return self
+
+    def completed(self, recipe: Recipe) -> Self:
+        """The section with prompts as the evaluation asks them."""
+        evaluate = recipe.get(EvaluateConfig)
+        if self.chat_template is not None:
+            return self
+        chat_template = evaluate is not None and evaluate.chat_template
+        return self.model_copy(update={"chat_template": chat_template})
 
     def settings(self, seed: int, ratio: float | None = None) -> SearchSettings:
         """The library's settings with the recipe's seed; `ratio` replaces the section's."""
@@ -196,6 +209,7 @@ class SearchConfig(Section):
 HEAD_MASK = "head_mask.json"
 FRONT, FRONT_PICTURE = "front.json", "front.svg"
 EVALUATIONS = "evaluations.jsonl"
+EXAMPLES = "calibration.jsonl"
 # Plots of a search, by quantity.
 TRACES = {"score": "trace_score.svg", "log_likelihood": "trace_log_likelihood.svg"}
 
@@ -337,6 +351,7 @@ STAGE = Stage(
     needs=("prepare",),
     model="weights",
     distributed=True,
+    completed=SearchConfig.completed,
     checks=_faults,
     cost="stages.search.cost:cost",
     slow_checks="stages.search.given:mask_faults",

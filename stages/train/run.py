@@ -159,7 +159,7 @@ def build_loop(
             work_dir, model_dir, saved_dtype(model_dir), max_shard_size
         ),
         metrics_log=metrics_log,
-        needles=make_needle_watch(config, inputs["prepare"]),
+        needles=make_needle_watch(runtime, inputs),
         held_out=make_held_out_watch(data, collate_rows, runtime),
         flops=flops,
         planned_memory=memory.peak,

@@ -349,7 +349,7 @@ STAGE = Stage(
     "stages.train.run:run",
     TrainConfig,
     field=Field(None, description="Continual pretraining; left out, nothing is trained."),
-    needs=("prepare", "materialize"),
+    needs=("prepare", "search", "materialize"),
     # Also checks the evaluation before days of training.
     after=("original",),
     distributed=True,

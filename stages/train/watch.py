@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -10,20 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data_prep.documents.calibration import forced_records
-from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
-from data_prep.text import haystack_words
-from stages.context import Runtime, StageConfig
-from stages.prepare.stage import TOKENIZER, PrepareConfig
+from bosch.objective.calibration import CalibrationSet
+from stages.context import Runtime
+from stages.search.stage import EXAMPLES
 from stages.train.data import Batch, Collate, PackedSequences
 from stages.train.loss import IGNORED, mistakes, token_losses
-from stages.train.stage import TrainConfig
 from stages.train.storage import processes, rank
 
 T = TypeVar("T")
 
 _PARTS = 4  # of a sequence, by position
-_SEED_OFFSET = 1_000_003  # for other samples than the search's calibration set
 
 
 class _Watch(Generic[T]):
@@ -130,26 +126,13 @@ def make_held_out_watch(
     return HeldOutWatch([collate([row]) for row in rows], every, runtime.context_parallel)
 
 
-def make_needle_watch(config: StageConfig[TrainConfig], prepared: Path) -> NeedleWatch | None:
+def make_needle_watch(runtime: Runtime, inputs: Mapping[str, Path]) -> NeedleWatch | None:
     """The watch of needles of the recipe's runtime section, if it has one.
 
-    Raises UserError when the essay folder is missing or damaged.
+    Its samples are the first of the search's calibration set.
     """
-    every = config.runtime.needle_every_steps
-    if every is None:
+    if runtime.needle_every_steps is None:
         return None
-    calibration = config.upstream_section(PrepareConfig).calibration
-    tokenizer = load_tokenizer(
-        TokenizerSpec(str(prepared / TOKENIZER), None, config.model.trust_remote_code)
-    )
-    records = forced_records(
-        calibration.tasks,
-        config.runtime.needle_samples,
-        calibration.length,
-        "calibration",
-        config.seed + _SEED_OFFSET,
-        tokenizer,
-        haystack_words(calibration.essay_dir),
-    )
-    samples = [record for _, record in records]
-    return NeedleWatch(samples, every, config.runtime.context_parallel)
+    examples = CalibrationSet.load(inputs["search"] / EXAMPLES).examples[: runtime.needle_samples]
+    samples = [(list(example.input_ids), example.answer_length) for example in examples]
+    return NeedleWatch(samples, runtime.needle_every_steps, runtime.context_parallel)

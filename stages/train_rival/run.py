@@ -20,5 +20,5 @@ def run(
     Publishes and raises the same as the stage train.
     """
     section = config.upstream_section(TrainConfig)
-    inputs = {"prepare": inputs["prepare"], "materialize": inputs["rival"]}
-    return train(config.with_section(section), inputs, work_dir)
+    own = {name: inputs[name] for name in ("prepare", "search")}
+    return train(config.with_section(section), {**own, "materialize": inputs["rival"]}, work_dir)

@@ -11,7 +11,7 @@ STAGE = Stage(
     "stages.train_rival.run:run",
     RivalConfig,
     key="rival",
-    needs=("prepare", "rival"),
+    needs=("prepare", "search", "rival"),
     reads=("train",),
     after=("train",),
     distributed=True,

@@ -53,10 +53,13 @@ def stages(tmp_path_factory):
         sequence_length=128,
         train_tokens=128,
         sources=[{"name": "library", "kind": "python_docs"}],
-        calibration={"examples": 2, "length": 420},
+        calibration={"examples": 2, "length": 440},
     )
     (folder / "prepare").mkdir()
     prepare.run(_config(section, model), {}, folder / "prepare")
+    (folder / "search").mkdir()
+    records = [{"input_ids": [*range(3, 90 + n)], "answer_length": 2} for n in range(2)]
+    (folder / "search" / "calibration.jsonl").write_text("\n".join(map(json.dumps, records)))
     for tokens in (1000, 900):
         save_tiny_model(folder / "train" / "checkpoints" / f"tokens-{tokens}", seed=tokens)
     TrainingSummary(
@@ -79,7 +82,8 @@ def _config(section, model: Path, **runtime) -> StageConfig:
 
 
 def _inputs(folder: Path) -> dict[str, Path]:
-    return {name: folder / name for name in ("prepare", "materialize", "train", "original")}
+    names = ("prepare", "search", "materialize", "train", "original")
+    return {name: folder / name for name in names}
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +147,7 @@ def test_rivals_are_scored_with_their_methods_masks(stages, tmp_path):
     model = load_model(stages / "model", dtype="float32")
     prepare_for_search(model)
     objective = Objective(
-        model, CalibrationSet.load(stages / "prepare" / "calibration"), Window(32, 1)
+        model, CalibrationSet.load(stages / "search" / "calibration.jsonl"), Window(32, 1)
     )
     for method in ("intr", "dcam"):
         file = HeadMaskFile.load(work / "rivals" / f"{method}.json")

@@ -12,6 +12,7 @@ from datasets import load_from_disk
 
 from bosch.errors import UserError
 from data_prep.documents import tokenization
+from data_prep.documents.calibration import read_prompts
 from data_prep.documents.sources import retrieval
 from data_prep.documents.tokenizer import Encoder, TokenizerSpec
 from stages.context import ModelConfig, Runtime, StageConfig
@@ -49,7 +50,7 @@ def config(model: Path, sources: list[dict] | Path, workers=1, seed=0, **changes
         "sequence_length": 64,
         "train_tokens": 3000,
         "sources": sources,
-        "calibration": {"examples": 5, "length": 420},
+        "calibration": {"examples": 5, "length": 420, "max_new_tokens": 20},
     }
     section = PrepareConfig(**{**fields, **changes})
     return StageConfig(section, ModelConfig(path=str(model)), seed, Runtime(data_workers=workers))
@@ -73,7 +74,7 @@ def test_outputs_have_their_documented_form(model, corpus, tmp_path):
     loaded = SimpleNamespace(recipe={PrepareConfig: config(model, sources).section})
     planned = call("stages.prepare.stage:cost", loaded, None)
     assert planned.note.startswith("3,008 tokens, ")
-    assert planned.disk - planned.removed == 4 * 47 * 64 + 5 * 420 * 6
+    assert planned.disk - planned.removed == 4 * 47 * 64 + 2 * 5 * 420 * 6
     assert planned.removed == 4 * 47 * 64, "tokens of all sources, until they are packed"
     mine, made = (statistics["sources"][name] for name in ("mine", "made"))
     assert (mine["target_share"], made["target_share"]) == (0.75, 0.25)
@@ -162,30 +163,27 @@ def test_training_data_consists_of_the_filtered_documents(model, corpus, tmp_pat
     assert mine["bytes_per_token"] == statistics["bytes_per_token"] == pytest.approx(rate)
 
 
-def test_calibration_examples_end_with_the_value_that_their_prompt_asks_for(
-    model, corpus, tmp_path
-):
+def test_calibration_prompts_end_before_the_value_that_they_ask_for(model, corpus, tmp_path):
     essays = corpus / "essays"
     essays.mkdir()
     (essays / "a.txt").write_text("Marmalade is made of oranges. " * 100)
-    calibration = {"examples": 5, "length": 420, "essay_dir": str(essays)}
+    calibration = {"examples": 3, "length": 420, "max_new_tokens": 20, "essay_dir": str(essays)}
     out = run(config(model, corpus, seed=3, calibration=calibration), tmp_path / "out")
     written = json.loads((out / "statistics.json").read_text())["calibration"]
     assert (written["corpus"]["name"], written["corpus"]["words"]) == (str(essays), 500)
     tokenizer = tiny_tokenizer()
-    lines = (out / "calibration" / "calibration.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    sizes = [len(record["input_ids"]) for record in records]
+    prompts = read_prompts(out / "calibration")
+    sizes = [len(prompt.input_ids) for prompt in prompts]
     assert (written["shortest"], written["longest"]) == (min(sizes), max(sizes))
-    assert [r["index"] for r in records] == list(range(5))
-    assert [r["task"] for r in records[:3]] == ["niah_single_2", "niah_multikey_1", "niah_single_2"]
-    for record in records:
-        prompt = tokenizer.decode(record["input_ids"][: -record["answer_length"]])
-        answer = tokenizer.decode(record["input_ids"][-record["answer_length"] :])
-        assert prompt.endswith(" mentioned in the provided text is:") and "Marmalade" in prompt
-        assert record["seed"] == 3
-        assert f"is:{answer}." in prompt and answer[0] == " " and answer[1:].isdigit()
-        assert 370 < len(record["input_ids"]) <= 420
+    assert [prompt.spare for prompt in prompts] == [False] * 3 + [True] * 3
+    assert [p.task for p in prompts[:3]] == ["niah_single_2", "niah_multikey_1", "niah_single_2"]
+    for prompt in prompts:
+        text, (answer,) = tokenizer.decode(prompt.input_ids), prompt.answers
+        assert text.endswith(prompt.prefix) and "Marmalade" in text
+        assert prompt.prefix.endswith(" mentioned in the provided text is")
+        assert f"is: {answer}." in text and answer.isdigit()
+        assert 350 < len(prompt.input_ids) <= 400
+        assert (prompt.new_tokens, prompt.length) == (20, 420)
 
 
 def test_workers_change_no_byte_and_the_seed_changes_data_and_calibration_set(
@@ -196,7 +194,7 @@ def test_workers_change_no_byte_and_the_seed_changes_data_and_calibration_set(
     parallel = run(config(model, corpus, workers=2), tmp_path / "parallel")
     other_seed = run(config(model, corpus, seed=1), tmp_path / "other_seed")
     assert file_contents(serial) == file_contents(parallel)
-    names = ("train/data-00000-of-00001.arrow", "calibration/calibration.jsonl")
+    names = ("train/data-00000-of-00001.arrow", "calibration/prompts.jsonl")
     assert all(file_contents(serial)[name] != file_contents(other_seed)[name] for name in names)
 
 

@@ -20,9 +20,10 @@ from bosch.model.loading import load_model
 from bosch.model.search_mode import prepare_for_search
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.objective import Objective
-from data_prep.documents.calibration import forced_records
+from data_prep.documents.calibration import needle_prompts
 from data_prep.text import haystack_words
 from pipeline.recipe.load import ROOT, load_recipe
+from stages.search.examples import answered
 from tests.notebook import NOTEBOOK, run_notebook
 from tests.rank_processes import Forked
 
@@ -165,8 +166,10 @@ def test_the_searchs_six_heads_retrieve_and_the_rules_do_not() -> None:
     model = load_model(ROOT / recipe.model.path, dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(ROOT / recipe.model.path)
     tasks, words = recipe.prepare.calibration.tasks, haystack_words(None)
-    records = forced_records(tasks, 12, 512, "evaluation", 7, tokenizer, words)
-    questions = CalibrationSet.from_records(record for _, record in records)
+    drafts = needle_prompts(tasks, 12, 512, lambda task: 16, "evaluation", 7, tokenizer, words)
+    records = answered(model, tokenizer, [prompt for _, prompt in drafts], 1)
+    assert len(records) >= 10
+    questions = CalibrationSet.from_records((r["input_ids"], r["answer_length"]) for r in records)
     prepare_for_search(model)
     objective = Objective(model, questions, file.windows)
     shape = file.mask.is_full.shape

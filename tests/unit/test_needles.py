@@ -6,18 +6,15 @@ from random import Random
 
 import numpy as np
 import pytest
-from tokenizers.normalizers import Prepend
-from transformers import AutoTokenizer
 
 from bosch.errors import RunError, UserError
 from data_prep.documents.calibration import (
     CalibrationNeedles,
-    forced_records,
+    needle_prompts,
     write_calibration,
 )
 from data_prep.tasks.needles import (
     draw_pair,
-    forced_ids,
     largest_fit,
     make_sample,
     pair_owner,
@@ -26,17 +23,17 @@ from data_prep.tasks.needles import (
 from data_prep.tasks.samples import StoredSample
 from data_prep.tasks.tables import NEEDLES
 from data_prep.tasks.words import KEYS
-from data_prep.text import encode_prompt, essay_identity, haystack_words
-from tests.ruler_case import TOKENIZER, essay_text
+from data_prep.text import essay_identity, haystack_words
+from tests.ruler_case import essay_text
 
 # Of two samples of each seed space. With another digest the calibration set is another one: raise
 # prepare's version.
 DIGESTS = {
-    "niah_single_1": "acc924519299c2df",
-    "niah_single_2": "1d398bde6a99ccea",
-    "niah_single_3": "d2f08f38c173e311",
-    "niah_multikey_1": "f42d73feaad3a04a",
-    "niah_multikey_2": "d55efdc6ffe704b0",
+    "niah_single_1": "49d66e8d0ffcf6e0",
+    "niah_single_2": "5ba6c6f924257451",
+    "niah_single_3": "9fdd295f7c5fba85",
+    "niah_multikey_1": "cc3d9ac1387b3475",
+    "niah_multikey_2": "150714d25129a301",
     "niah_multikey_3": "76f9eacee1896a7b",
 }
 
@@ -56,21 +53,11 @@ def test_a_seed_still_makes_the_same_samples(task, tokenizer, words):
     content = [
         sample_of(task, tokenizer, essay, space=space, index=index, new=new)
         for essay in (words, words[:50])
-        for space, new in (("evaluation", 32), ("calibration", None), ("training", None))
+        for space, new in (("evaluation", 32), ("calibration", 32), ("training", 32))
         for index in range(2)
     ]
     digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     assert digest[:16] == DIGESTS[task]
-
-
-@pytest.mark.parametrize("normalizer", [None, Prepend(" ")])
-def test_an_answer_is_tokenised_as_in_the_whole_text(normalizer, words):
-    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
-    if normalizer is not None:
-        tokenizer.backend_tokenizer.normalizer = normalizer
-    sample = sample_of("niah_single_2", tokenizer, words, space="calibration", new=None)
-    prompt, answer = forced_ids(sample, tokenizer)
-    assert prompt + answer == encode_prompt(tokenizer, f"{sample.text}: {sample.answers[0]}")
 
 
 @pytest.mark.parametrize("task", ["niah_single_2", "niah_multikey_2", "niah_multikey_3"])
@@ -94,8 +81,8 @@ def test_a_sample_with_a_needle_or_prompt_of_the_calibration_set_is_refused(
 ):
     tasks, length, seed = ["niah_single_2", "niah_single_3"], 512, 7
     write_calibration(
-        tmp_path, tasks=tasks, examples=2, length=length, seed=seed, tokenizer=tokenizer,
-        essay_words=words,
+        tmp_path, tasks=tasks, examples=1, length=length, new_tokens=lambda task: 16, seed=seed,
+        tokenizer=tokenizer, essay_words=words,
     )  # fmt: skip
     calibration = CalibrationNeedles.load(tmp_path)
 
@@ -103,7 +90,10 @@ def test_a_sample_with_a_needle_or_prompt_of_the_calibration_set_is_refused(
         digest = hashlib.sha256(prompt.encode()).hexdigest()
         calibration.check(StoredSample("vt", 3, np.zeros(1), [], "", "", needles, digest))
 
-    for own, _ in forced_records(tasks, 2, length, "calibration", seed, tokenizer, words):
+    drafts = needle_prompts(
+        tasks, 2, length, lambda task: 16, "calibration", seed, tokenizer, words
+    )
+    for own, _ in drafts:
         [(key, value)] = own.needles
         check([("a", value), (key, "b")], own.prompt + " ")
         with pytest.raises(RunError, match="vt 3 shares the needle"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +11,6 @@ import pytest
 
 from bosch.heads import HeadMask, HeadMaskFile
 from bosch.window import Window
-from data_prep.documents.calibration import write_calibration
-from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from pipeline.commands.plan import plan_costs
 from pipeline.recipe.load import load_recipe
 from stages.context import ModelConfig, Runtime, StageConfig
@@ -73,11 +72,12 @@ def test_a_rival_is_trained_like_the_hybrid(
         runtime=Runtime(),
         upstream={"rival": RivalConfig(), "train": section},
     )
-    folders = {name: tmp_path / name for name in ("prepare", "rival", "train")}
+    folders = {name: tmp_path / name for name in ("prepare", "search", "rival", "train")}
     assert train_rival.run(config, folders, tmp_path) == {}
     [(own, inputs, work_dir)] = calls
     assert own.section == section and own.seed == 3
-    assert inputs == {"prepare": folders["prepare"], "materialize": folders["rival"]}
+    own = {name: folders[name] for name in ("prepare", "search")}
+    assert inputs == {**own, "materialize": folders["rival"]}
     assert work_dir == tmp_path
 
 
@@ -89,7 +89,7 @@ def test_a_rivals_hybrid_is_made_like_the_searchs_with_another_mask(
 
     searched = mask_file(HeadMask.from_swa_kv_heads([[0]], 2), "bosch")
     own = mask_file(HeadMask.from_swa_kv_heads([[1]], 2), "bme")
-    folders = {name: tmp_path / name for name in ("prepare", "materialize")}
+    folders = {name: tmp_path / name for name in ("search", "materialize")}
     (folders["materialize"] / "model").mkdir(parents=True)
     searched.save(folders["materialize"] / "model" / "head_mask.json")
     section = MaterializeConfig(dtype="float16")
@@ -103,7 +103,7 @@ def test_a_rivals_hybrid_is_made_like_the_searchs_with_another_mask(
         rival, "materialize", lambda *given: made.append(given) or {"parameters": 1}
     )
     assert rival.run(config, folders, tmp_path) == {"parameters": 1}
-    assert asked[0][1:4] == (["bme"], searched, folders["prepare"])
+    assert asked[0][1:4] == (["bme"], searched, folders["search"])
     assert made == [(config.with_section(section), {"search": tmp_path / "mask"}, tmp_path)]
     assert HeadMaskFile.load(tmp_path / "mask" / "head_mask.json") == own
 
@@ -113,10 +113,8 @@ def test_rivals_of_a_mask_of_several_windows_use_the_most_frequent_and_hold_no_m
 ) -> None:
     model = save_tiny_model(tmp_path / "model")
     length = 300
-    write_calibration(
-        tmp_path / "calibration", tasks=["niah_single_1"], examples=2, length=length, seed=1,
-        tokenizer=load_tokenizer(TokenizerSpec(str(model))), essay_words=[],
-    )  # fmt: skip
+    record = {"input_ids": [1] * length, "answer_length": 1}
+    (tmp_path / "calibration.jsonl").write_text(json.dumps(record))
     prepare = {
         "train_tokens": 1, "sources": [{"name": "a", "kind": "retrieval"}],
         "calibration": {"length": length},
@@ -175,7 +173,7 @@ def test_the_last_checkpoint_of_a_trained_rival_is_scored(
     config = StageConfig(
         EvaluateConfig(), ModelConfig(path="m"), 0, Runtime(), {"rival": RivalConfig()}
     )
-    stages = ("materialize", "train", "train_rival", "original")
+    stages = ("search", "materialize", "train", "train_rival", "original")
     inputs = {**{name: tmp_path / name for name in stages}, "prepare": tmp_path}
     evaluate.run(config, inputs, tmp_path)
     own = [f"train/checkpoints/tokens-{tokens}" for tokens in (5, 10)]

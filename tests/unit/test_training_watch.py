@@ -6,7 +6,6 @@ import json
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,17 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from bosch.errors import RunError, UserError
 from bosch.hardware import DEVICES, device_named
 from bosch.model.loading import load_model
 from bosch.objective.decoder_shape import DecoderShape
 from bosch.window import Window
-from data_prep.documents.calibration import write_calibration
-from data_prep.text import haystack_words
 from stages.context import Runtime
-from stages.prepare.stage import PrepareConfig
 from stages.shape import stored_shape
 from stages.stage import ModelInfo
 from stages.train import decisions
@@ -292,57 +288,23 @@ def test_needle_scores_are_those_of_the_model_and_change_no_loss(
     assert steps == metrics(undisturbed)
 
 
-class Asked(torch.nn.Module):
-    """A model whose every second answer is right; it records its prompts' answers."""
+def test_needles_are_the_first_calibration_examples(tmp_path: Path) -> None:
+    records = [{"input_ids": [*range(5 + n)], "answer_length": 1 + n} for n in range(4)]
+    lines = map(json.dumps, records)
+    (tmp_path / "calibration.jsonl").write_text("\n".join(lines))
+    runtime = Runtime(needle_every_steps=3, needle_samples=3)
+    watch, model, asked = make_needle_watch(runtime, {"search": tmp_path}), torch.nn.Module(), []
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.prompts: list[list[int]] = []
-        self.answers: list[list[int]] = []
+    def forward(input_ids: Any, labels: Any, measure: Any) -> Any:
+        asked.append((input_ids[0].tolist(), int((labels >= 0).sum())))
+        return {"values": torch.tensor([len(asked) == 2])}
 
-    def forward(self, input_ids: Any, labels: Any, measure: Any) -> dict[str, torch.Tensor]:
-        is_answer = labels[0] >= 0
-        self.prompts.append(input_ids[0, ~is_answer].tolist())
-        self.answers.append(labels[0, is_answer].tolist())
-        assert not self.training and not is_answer[: -len(self.answers[-1])].any()
-        return {"values": torch.tensor([len(self.answers) % 2])}
-
-
-def test_needles_have_the_calibration_tasks_and_are_no_calibration_examples(
-    tmp_path: Path,
-) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(BASE)
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    (tmp_path / "essays").mkdir()
-    (tmp_path / "essays" / "a.txt").write_text("Marmalade is made of oranges. " * 200)
-    calibration = {
-        "tasks": ["niah_single_1", "niah_single_2"], "length": 300, "examples": 4,
-        "essay_dir": str(tmp_path / "essays"),
-    }  # fmt: skip
-    prepare = PrepareConfig.model_validate(
-        {"train_tokens": 1, "sources": [{"name": "a", "kind": "retrieval"}],
-         "calibration": calibration}
-    )  # fmt: skip
-    config = stage_config(runtime={"needle_every_steps": 3, "needle_samples": 5})
-    config = replace(config, upstream={**config.upstream, "prepare": prepare})
-    watch, model = make_needle_watch(config, tmp_path), Asked()
+    model.forward = forward  # type: ignore[method-assign]
     assert watch is not None
     assert [step for step in range(1, 9) if watch.is_due(step, 8)] == [3, 6, 8]
-    assert watch.score(model, torch.device("cpu")) == 2 / 5 and model.training
-    texts = [tokenizer.decode(prompt) for prompt in model.prompts]
-    assert ["The grass is green" in text for text in texts] == [True, False, True, False, True]
-    assert ["Marmalade" in text for text in texts] == [False, True, False, True, False]
-    assert all(len(p) + len(a) <= 300 for p, a in zip(model.prompts, model.answers, strict=True))
-    del calibration["essay_dir"]
-    write_calibration(
-        tmp_path / "set", **calibration, seed=config.seed, tokenizer=tokenizer,
-        essay_words=haystack_words(None),
-    )  # fmt: skip
-    lines = (tmp_path / "set" / "calibration.jsonl").read_text().splitlines()
-    searched = [json.loads(line)["input_ids"] for line in lines]
-    known = {tuple(ids[-3:]) for ids in searched}
-    assert len(known) == 4 and not {tuple(answer[-3:]) for answer in model.answers} & known
-    assert make_needle_watch(stage_config(), tmp_path) is None
+    assert watch.score(model, torch.device("cpu")) == 2 / 3 and model.training
+    assert asked == [(record["input_ids"], record["answer_length"]) for record in records[:3]]
+    assert make_needle_watch(Runtime(), {}) is None
 
 
 @pytest.mark.parametrize(("processes", "sharing"), [(1, 1), (2, 1), (3, 1), (2, 2), (4, 2), (8, 4)])

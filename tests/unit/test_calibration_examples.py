@@ -1,0 +1,191 @@
+"""The calibration set: the evaluation's prompts, with the original model's own right answers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from bosch.errors import UserError
+from bosch.heads import HeadMask
+from bosch.model.materialize import materialize
+from bosch.model.search_mode import prepare_for_search
+from bosch.objective.calibration import CalibrationSet
+from bosch.objective.objective import Objective
+from bosch.ranks import Ranks
+from bosch.window import Window
+from data_prep.documents.calibration import Prompt, needle_prompts
+from data_prep.tasks.needles import string_match
+from data_prep.tasks.ruler import Corpus, ruler_task
+from data_prep.text import TokenCounter
+from pipeline.recipe.load import load_recipe
+from stages.evaluate.chat import ChatTemplate
+from stages.evaluate.generation import Question, decode, generate, generate_ids
+from stages.search import examples, run
+from stages.search.examples import answered, calibration_set
+from stages.search.stage import SearchConfig
+from tests.hybrid_case import random_mask, small_model, tokens
+from tests.pipeline_case import Case
+from tests.ruler_case import TOKENIZER, essay_text
+from tests.search_case import WINDOW, config_of, write_inputs
+from tests.tiny_data import byte_tokenizer
+
+TASKS = ("niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3")
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_calibration_asks_as_the_evaluation_does(task: str) -> None:
+    """The texts differ only in what is hidden, and are tokenised by the same function."""
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    words = essay_text().split()
+    counter = TokenCounter(tokenizer)
+    evaluation = ruler_task(task, Corpus(words), 7, 1024, 32, counter)
+    evaluation.fit()
+    sample = evaluation.sample(0)
+    [(draft, prompt)] = needle_prompts(
+        [task], 1, 1024, lambda name: 32, "calibration", 7, tokenizer, words
+    )
+    texts = []
+    for one in (sample.draft, draft):
+        key = next(key for key, value in one.needles if value == one.answers[0])
+        first, *_, last = one.text.split("\n")
+        texts.append((first, last.replace(key, "KEY"), one.prefix.replace(key, "KEY")))
+    assert texts[0] == texts[1] and texts[0][1].endswith("mentioned in the provided text is")
+    assert counter.ids(draft.text) == prompt.input_ids
+    assert (prompt.prefix, prompt.answers) == (draft.prefix, draft.answers)
+    assert 1024 - 100 < len(prompt.input_ids) + 32 <= 1024
+
+
+def asked(model: Any, tokenizer: Any, chat: ChatTemplate | None, count: int = 12) -> list[Prompt]:
+    """Prompts of random tokens; the model's answer to every third is wrong."""
+    prompts = []
+    for index in range(count):
+        ids = tokens(1, 30 + 2 * index, seed=index)[0].tolist()
+        question = Question(0, np.array(ids if chat is None else chat.ids(ids), np.int32), [])
+        [[(_, text)]] = generate(model, tokenizer, [question], 3, 1)
+        answer = text[1:] if index % 3 else "no answer"
+        prompts.append(Prompt(f"task {index % 2}", 60, 5, ids, "", [answer]))
+    return prompts
+
+
+@pytest.mark.parametrize("in_chat", [False, True])
+def test_s_of_a_mask_is_the_rate_of_generations_that_reproduce_the_answers(in_chat: bool) -> None:
+    model, tokenizer = small_model(), byte_tokenizer()
+    tokenizer.chat_template = "{{ 'ASK:' + messages[0]['content'] + ':THEN' }}"
+    chat = ChatTemplate(tokenizer) if in_chat else None
+    prompts = asked(model, tokenizer, chat)
+    records = answered(model, tokenizer, prompts, 4, chat)
+    right = [prompt for index, prompt in enumerate(prompts) if index % 3]
+    assert [record["task"] for record in records] == [prompt.task for prompt in right]
+    questions = []
+    for record, prompt in zip(records, right, strict=True):
+        ids, length = record["input_ids"], record["answer_length"]
+        asked_ids = prompt.input_ids if chat is None else chat.ids(prompt.input_ids)
+        assert ids[:-length] == asked_ids
+        text = decode(tokenizer, torch.tensor(ids[-length:]))
+        assert string_match(text, prompt.answers) == 1.0
+        assert string_match(text[:-1], prompt.answers) == 0.0  # nothing after the answer
+        questions.append(Question(len(questions), np.array(asked_ids, np.int32), prompt.answers))
+    calibration = CalibrationSet.from_records(
+        (record["input_ids"], record["answer_length"]) for record in records
+    )
+    masks = [HeadMask.all_full(3, 4), HeadMask.all_sliding(3, 4), *map(random_mask, range(6))]
+    rates = []
+    for mask in masks:
+        hybrid = materialize(small_model(), mask, Window(WINDOW))
+        same = 0
+        for batch in generate_ids(hybrid, tokenizer, questions, 5, 3):
+            for question, answer in batch:
+                example = calibration.examples[question.index]
+                expected = example.input_ids[-example.answer_length :]
+                same += tuple(answer[: len(expected)].tolist()) == expected
+        rates.append(same / len(questions))
+    prepare_for_search(model)
+    objective = Objective(model, calibration, Window(WINDOW), batch_size=3)
+    assert [objective.evaluate(mask).score for mask in masks] == rates
+    assert rates[0] == 1.0 and len({*rates}) > 2
+
+
+def test_spare_prompts_replace_those_that_are_answered_wrongly() -> None:
+    model, tokenizer = small_model(), byte_tokenizer()
+    prompts = asked(model, tokenizer, None)
+    with_spare = [replace(p, spare=index >= 8) for index, p in enumerate(prompts)]
+    everything = answered(model, tokenizer, prompts, 4)
+    assert len(everything) == 8
+    assert answered(model, tokenizer, with_spare, 4) == everything  # 5 of the first 8, 3 spare
+    few = [replace(p, spare=index >= 4) for index, p in enumerate(prompts)]
+    assert answered(model, tokenizer, few, 4) == everything[:4]
+    enough = [replace(p, spare=index % 3 == 0) for index, p in enumerate(prompts)]
+    counted: list[int] = []
+    original = examples.generate_ids
+
+    def counting(model: Any, tokenizer: Any, questions: Any, *options: Any) -> Any:
+        counted.append(len(questions))
+        return original(model, tokenizer, questions, *options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(examples, "generate_ids", counting)
+        assert answered(model, tokenizer, enough, 4) == everything
+    assert counted == [8]
+
+
+def test_a_model_that_answers_too_few_is_refused_with_the_tasks_before_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, prepared = write_inputs(tmp_path)
+    path = prepared / "calibration" / "prompts.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for number, line in enumerate(lines):
+        line["task"] = f"task {number % 2}"
+        line["answers"] = line["answers"] if number % 2 else ["no answer"]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    config = config_of(base, SearchConfig(swa_ratio=0.5, window_size=WINDOW))
+    monkeypatch.setattr(Objective, "evaluate", lambda *_: pytest.fail("a pass of the search"))
+    message = r"answers 0 of 3 in task 0, 3 of 3 in task 1 right, at \d+ tokens: too few"
+    with pytest.raises(UserError, match=message):
+        run.run(config, {"prepare": prepared}, tmp_path)
+    assert not (tmp_path / "calibration.jsonl").exists()
+
+
+def test_answers_are_kept_for_a_search_that_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a note where some prompts are answered wrongly."""
+    base, prepared = write_inputs(tmp_path)
+    path = prepared / "calibration" / "prompts.jsonl"
+    first = json.loads(path.read_text().splitlines()[0])
+    with path.open("a") as file:
+        file.write(json.dumps({**first, "answers": ["no answer"]}) + "\n")
+    config = config_of(base, SearchConfig(swa_ratio=0.5, window_size=WINDOW))
+    model = small_model()
+    found, notes = calibration_set(config, prepared, tmp_path, model, Ranks())
+    assert notes == [
+        "the calibration set has 6 of 7 examples: the model answered only these of 7 prompts right"
+    ]
+    monkeypatch.setattr(examples, "answered", lambda *_: pytest.fail("asked again"))
+    again = calibration_set(config, prepared, tmp_path, model, Ranks())
+    assert again == (found, notes) and len(found) == 6
+    with path.open("a") as file:
+        file.write(json.dumps({**first, "input_ids": [61]}) + "\n")
+    (tmp_path / "calibration.jsonl").unlink()
+    with pytest.raises(UserError, match="holds the token id 61, the model's vocabulary ends at 60"):
+        calibration_set(config, prepared, tmp_path, model, Ranks())
+
+
+def test_the_evaluations_prompts_are_the_default(case: Case) -> None:
+    def sections(*overrides: str) -> tuple[Any, Any]:
+        recipe: Any = load_recipe(case.file, overrides, env={}).recipe
+        return recipe.search.chat_template, recipe.prepare.calibration.max_new_tokens
+
+    assert sections("evaluate=null") == (False, None)
+    shorter = "evaluate.needle={lengths: [512], max_new_tokens: 9}"
+    (case.model / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    assert sections("evaluate.chat_template=true", shorter) == (True, 9)
+    own = ("search.chat_template=false", "prepare.calibration.max_new_tokens=7")
+    assert sections("evaluate.chat_template=true", shorter, *own) == (False, 7)
