@@ -178,10 +178,12 @@ def test_show_states_the_windows_of_sliding_heads(
 ) -> None:
     """Without those of a front's menu that no head has."""
     windows = (Window(6), Window(3))
-    mask = HeadMask.of_choices(np.full((3, 4), 1))
-    shown = _shown(materialize(small_model(num_hidden_layers=3), mask, windows), tmp_path, capsys)
+    model, choices = small_model(num_hidden_layers=3), np.full((3, 4), 1)
+    shown = _shown(materialize(model, HeadMask.of_choices(choices), windows), tmp_path, capsys)
     assert "0 of 12 KV heads full; the others see 6 tokens\n" in shown
-    assert "KV heads with 3 or 6 tokens by layer: 0: 0 + 4, 1: 0 + 4, 2: 0 + 4\n" in shown
+    choices[0] = 2
+    shown = _shown(materialize(model, HeadMask.of_choices(choices), windows), tmp_path, capsys)
+    assert "KV heads with 3 or 6 tokens by layer: 0: 4 + 0, 1: 0 + 4, 2: 0 + 4\n" in shown
 
 
 def test_show_says_that_states_are_not_in_its_bytes(

@@ -27,11 +27,8 @@ def run(options: argparse.Namespace) -> int:
     sinks = f" and {record['sinks']} sinks" if record["sinks"] else ""
     sliding = record.get("swa_kv_heads_per_layer", {})
     sizes = record.get("window_sizes") or [record["window_size"]]
-    # A mask of a front may use only some windows of the menu.
-    used = [size for size, *counts in zip(sizes, *sliding.values(), strict=True) if any(counts)]
-    windows = _joined(used or sizes)
     count, total = sum(full.values()), heads * len(full)
-    others = f"; the others see {windows} tokens{sinks}" if count < total else ""
+    others = f"; the others see {_joined(sizes)} tokens{sinks}" if count < total else ""
     print(f"{record['model']}: {record['model_type']}, {count} of {total} KV heads full{others}")
     print("full KV heads by layer:", ", ".join(f"{layer}: {n}" for layer, n in full.items()))
     if sliding:
