@@ -244,7 +244,7 @@ def test_the_page_states_the_provenance_of_its_numbers(
     published: dict[str, Path], results: Results
 ) -> None:
     later = results.manifests["train"].model_copy(
-        update={"packages": {"torch": "3"}, "git_commit": "f" * 40, "gpus": 0}
+        update={"packages": {"torch": "3"}, "git_commit": "f" * 40}
     )
     found = collect_provenance(
         report_fixture.config(published),
