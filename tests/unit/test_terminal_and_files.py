@@ -120,7 +120,7 @@ def alarm() -> Iterator[None]:
         raise AssertionError("it waits for a writer")
 
     before = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(20)
+    signal.alarm(60)
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
