@@ -78,7 +78,8 @@ class Evaluator:
     sliding units of a mask on budget, known once the anchors are measured; a method with another
     budget sets `on_budget`. `best_on_budget` is the best such mask so far with its evaluation.
     `slot_budgets` are for methods that search a front. `fresh_seconds` is the scorer's time in
-    this process. `progress` and `watch`, if set, are updated and called after each evaluation.
+    this process; `ranking_passes` are those of a static ranking. `progress` and `watch`, if set,
+    are updated and called after each evaluation.
     """
 
     def __init__(self, scorer: Scorer, log: EvaluationLog) -> None:
@@ -96,6 +97,7 @@ class Evaluator:
         self.on_budget: Callable[[HeadMask], bool] = self._has_ratio
         self.slot_budgets: SlotBudgets | None = None
         self.fresh_seconds = 0.0
+        self.ranking_passes = 0.0
         self.progress: Progress | None = None
         self.watch: Callable[[Evaluator], None] | None = None
 
@@ -230,7 +232,8 @@ class Evaluator:
             "evaluations": len(self._evaluations),
             "gradients": len(self._gradients),
             "model_seconds": sum(e.seconds for e in work),
-            "full_forward_equivalents": sum(e.full_forward_equivalents for e in work),
+            "full_forward_equivalents": self.ranking_passes
+            + sum(e.full_forward_equivalents for e in work),
         }
 
     def _record(

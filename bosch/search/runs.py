@@ -160,6 +160,7 @@ def _ranked(name: str, evaluator: Evaluator, settings: SearchSettings) -> HeadMa
         static_mask(name, objective.model, objective.calibration, objective.window.size, settings)
     )
     logger.info("%s ranked all heads in %.1f s", name, time.perf_counter() - started)
+    evaluator.ranking_passes = METHODS[name].passes(len(objective.calibration))
     if ranked.tied:
         evaluator.note(
             f"{name} gave {ranked.tied} units the same score at the border of the budget: "

@@ -24,6 +24,7 @@ from bosch.heads import HeadMask
 from bosch.model.families import decoder_layers
 from bosch.model.search_mode import apply_head_mask, prepare_for_search
 from bosch.objective.calibration import CalibrationSet
+from bosch.objective.objective import Objective
 from bosch.search.methods import METHODS
 from bosch.search.runs import run_method, static_mask
 from bosch.search.settings import SearchSettings
@@ -363,3 +364,16 @@ def test_a_ranking_finds_the_planted_local_heads(name, granularity):
     options = replace(HALF, head_granularity=granularity)
     ranked = static_mask(name, model, calibration, WINDOW, options)
     assert ranked.mask == HeadMask(is_full)
+
+
+@pytest.mark.parametrize(("name", "passes"), [("dcam", 1.0), ("razor", None), ("fisher", 4.0)])
+def test_the_passes_of_a_ranking_count_as_those_of_a_search(name, passes):
+    model, calibration, _ = planted()
+    prepare_for_search(model)
+    scorer = Objective(model, calibration, Window(WINDOW), batch_size=1)
+    passes_of = {
+        method: run_method(method, scorer, HALF).costs["full_forward_equivalents"]
+        for method in (name, "intr")
+    }
+    expected = passes if name != "razor" else 1 / len(calibration)
+    assert passes_of[name] - passes_of["intr"] == pytest.approx(expected, abs=0.05)

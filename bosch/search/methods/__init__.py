@@ -33,7 +33,8 @@ class Method:
     function's signature depends on the kind (see `bosch.search.runs`). `settings` are the fields of
     `SearchSettings` that it reads besides `swa_ratio` and `head_granularity`; no other field
     changes its mask. `bound(settings, L, units per layer)` computes `most_evaluations`.
-    `most_local` is the end of a ranking's scores that becomes sliding. `gradients`: it uses
+    `most_local` is the end of a ranking's scores that becomes sliding; `passes(examples)` are the
+    passes over a calibration set of so many examples that a ranking spends. `gradients`: it uses
     gradients of gates. `several_windows`: it can choose among several windows. `finds_front`: it
     finds masks of several budgets, to choose from.
     """
@@ -45,6 +46,7 @@ class Method:
     settings: frozenset[str] = frozenset()
     bound: Callable[[SearchSettings, int, int], int] = no_search
     most_local: Literal["largest", "smallest"] = "largest"
+    passes: Callable[[int], float] = lambda _examples: 1.0
     gradients: bool = False
     several_windows: bool = False
     finds_front: bool = False

@@ -39,10 +39,12 @@ register("qada", Method(
 register("razor", Method(
     "Razor", "ranking", "bosch.baselines.razor:razor",
     "ranks heads by attention to repeated tokens", _SEED, most_local="smallest",
+    passes=lambda examples: 1 / examples,  # one text as long as the longest example
 ))  # fmt: skip
 register("fisher", Method(
     "Fisher", "ranking", "bosch.baselines.fisher:fisher",
     "ranks heads by gradient-weighted mass inside the window",
+    passes=lambda _examples: 4.0,  # forward, again for the backward pass, and that of two
 ))  # fmt: skip
 register("given", Method(
     "Given", "file", "bosch.search.given:given_mask", "takes the mask of search.mask",
