@@ -10,6 +10,7 @@ from pydantic import Field
 
 from stages.context import StageConfig
 from stages.cost import Cost, Devices
+from stages.faults import Fault
 from stages.fields import Count, PathText, Section
 from stages.inputs import prose
 from stages.prepare.stage import PrepareConfig
@@ -39,10 +40,10 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     return Cost(disk=10.0 * most, note=f"{most} words on {devices.count} x {devices.name}")
 
 
-def _faults(loaded: LoadedRecipe) -> Iterator[str]:
+def _faults(loaded: LoadedRecipe) -> Iterator[Fault]:
     words = loaded.recipe.get(WordsConfig)
     if words is not None and words.most > loaded.recipe[PrepareConfig].train_tokens:
-        yield f"words.most: {words.most:,} is more than prepare.train_tokens"
+        yield Fault("words.most", f"{words.most:,} is more than prepare.train_tokens")
 
 
 STAGE = Stage(

@@ -27,11 +27,12 @@ def head_table(rows: Sequence[Sequence[Window | None]]) -> dict[str, Any]:
 
 def head_windows(config: Any) -> list[list[Window | None]]:
     """The window of each head in the base model's order, None if full; UserError if damaged."""
-    table, kinds = getattr(config, "hybrid_attention", None), decoder_layers(config)
+    table: Any = getattr(config, "hybrid_attention", None)
+    kinds = decoder_layers(config)
     try:
         rows = [
             [Window(size, table["sinks"]) if size != 0 else None for size in row]
-            for row in table["windows"]  # type: ignore[index]
+            for row in table["windows"]
         ]
         if [len(row) for row in rows] == [kinds.heads] * len(kinds.full):
             return rows
@@ -68,8 +69,10 @@ def head_counts(rows: Sequence[Mapping[Window | None, int]]) -> dict[str, Any]:
     each layer how many heads have each of them.
     """
     rising = [window for window in rows[0] if window is not None][::-1]
-    several, sizes = len(rising) > 1, [window.size for window in rising] or [None]
-    table: dict[str, Any] = {"window_sizes": sizes} if several else {"window_size": sizes[0]}
+    several, sizes = len(rising) > 1, [window.size for window in rising]
+    table: dict[str, Any] = {"window_sizes": sizes}
+    if not several:
+        table = {"window_size": sizes[0] if sizes else None}
     table |= {"sinks": rising[0].sinks if rising else 0}
     table |= {"full_kv_heads_per_layer": [row[None] for row in rows]}
     if several:
