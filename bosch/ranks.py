@@ -84,8 +84,8 @@ def limit_collectives(minutes: float) -> None:
 def partners_alive(*, every: bool = False) -> Iterator[None]:
     """Raise LostRankError if a connection to another rank breaks inside the block.
 
-    Other errors pass through; with `every`,
-    which suits blocks that only communicate, each RuntimeError counts as a broken connection.
+    Other errors pass through; with `every`, which suits blocks that only communicate, each
+    RuntimeError counts as a broken connection.
     """
     try:
         yield
