@@ -22,7 +22,7 @@ from torch import Tensor
 from bosch.attention import HeadLayout
 from bosch.errors import RunError, UserError
 from bosch.heads import HeadMask
-from bosch.model.families import family_of
+from bosch.model.families import family_of, rope_depends_on_length
 from bosch.model.fingerprint import model_fingerprint
 from bosch.model.search_mode import apply_head_mask, mask_shape
 from bosch.objective import answers
@@ -72,6 +72,8 @@ class Objective:
         self.quantum = 1.0 / len(calibration)  # smallest difference between two scores
         self.ranks = ranks or Ranks()
         vocabulary = int(model.get_input_embeddings().weight.shape[0])
+        if rope_depends_on_length(model.config):  # a longer row would change the others' factors
+            batch_size = 1
         parts = batches_by_part(calibration, batch_size, vocabulary)
         self.parts = len(parts)
         self._batches = [batch for batches in parts for batch in batches]

@@ -9,7 +9,12 @@ import pytest
 import torch
 from transformers import Phi3Config, Phi3ForCausalLM
 
+from bosch.heads import HeadMask
 from bosch.model.families import rope_depends_on_length
+from bosch.model.search_mode import prepare_for_search
+from bosch.objective.calibration import PARTS, CalibrationExample, CalibrationSet
+from bosch.objective.objective import Objective
+from bosch.window import Window
 from stages.evaluate.generation import Question, generate
 from stages.evaluate.suites.positions import suite as positions
 from tests.hybrid_case import small_model
@@ -68,3 +73,19 @@ def test_a_short_question_beside_a_long_one_gets_its_own_answer() -> None:
         return {question.index: text for batch in batches for question, text in batch}
 
     assert answers(3) == answers(1)
+
+
+def test_a_search_scores_a_short_example_as_if_it_were_alone() -> None:
+    model, random = _model(), np.random.default_rng(2)
+    examples = [
+        CalibrationExample(tuple(random.integers(3, VOCABULARY, n).tolist()), 3)
+        for n in (30, LENGTH) * PARTS
+    ]
+    prepare_for_search(model)
+
+    def likelihood(chosen: list[CalibrationExample]) -> float:
+        scorer = Objective(model, CalibrationSet(tuple(chosen)), Window(8), batch_size=2)
+        return scorer.evaluate(HeadMask.all_full(*scorer.shape)).log_likelihood
+
+    together, alone = likelihood(examples), [likelihood([example]) for example in examples]
+    assert together == pytest.approx(sum(alone) / len(alone), abs=1e-4)

@@ -15,6 +15,7 @@ from transformers import LogitsProcessorList
 
 from bosch.errors import RunError, UserError
 from bosch.files import file_digest
+from bosch.model.families import rope_depends_on_length
 from data_prep.tasks.samples import TAIL_CHARACTERS, tokenizer_digest
 from stages.evaluate.answers import Subtask, digest_of
 from stages.evaluate.generation import NanCheck, refuse_nan
@@ -240,7 +241,9 @@ def language_model(loaded: Any, tokenizer: Any, batch_size: int) -> Any:
             return output
 
     # For a loaded model lm-eval assumes one process and does not split the documents again.
-    return Model(pretrained=loaded, tokenizer=tokenizer, batch_size=batch_size)
+    # A longer row would change the factors of RoPE of the others.
+    rows = 1 if rope_depends_on_length(loaded.config) else batch_size
+    return Model(pretrained=loaded, tokenizer=tokenizer, batch_size=rows)
 
 
 def is_cut(lm: Any, request: Any) -> bool:
