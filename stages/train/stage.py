@@ -15,6 +15,7 @@ from bosch.model.families import known_family, split_fault
 from stages.context import Runtime
 from stages.faults import Fault
 from stages.fields import Count, Flag, Number, Ratio, Section, rising
+from stages.materialize.stage import MaterializeConfig
 from stages.prepare.stage import PrepareConfig
 from stages.published import RUN_AGAIN, Record, WorkSummary
 from stages.search.stage import SearchConfig, backend_faults, window_faults
@@ -200,7 +201,7 @@ def _faults(loaded: LoadedRecipe) -> Iterator[Fault]:
     yield from position_faults(loaded, "prepare.sequence_length", length)
     yield from _token_faults(loaded, train)
     if recipe.runtime.sharding == "deepspeed":
-        yield from _deepspeed_faults(train, recipe.runtime)
+        yield from _deepspeed_faults(train, recipe.runtime, recipe[MaterializeConfig].dtype)
     if recipe.runtime.context_parallel > 1:
         yield from _split_faults(loaded)
     yield from _model_faults(loaded, train)
@@ -293,7 +294,7 @@ def _token_faults(loaded: LoadedRecipe, train: TrainConfig) -> Iterator[Fault]:
         )
 
 
-def _deepspeed_faults(train: TrainConfig, runtime: Runtime) -> Iterator[Fault]:
+def _deepspeed_faults(train: TrainConfig, runtime: Runtime, saved: str) -> Iterator[Fault]:
     """Settings that DeepSpeed, which holds weights and updates them itself, does not support."""
     unsupported = {
         "train.teacher": train.teacher != "none",
@@ -306,6 +307,12 @@ def _deepspeed_faults(train: TrainConfig, runtime: Runtime) -> Iterator[Fault]:
             yield Fault(
                 field, "it does not run under runtime.sharding = deepspeed; set fsdp or none"
             )
+    if train.freeze != "none" and train.mixed_precision == "bf16" and saved != "bfloat16":
+        yield Fault(
+            "materialize.dtype",
+            "what train.freeze leaves as it is would be rounded to bf16 under runtime.sharding = "
+            f"deepspeed, not saved in {saved}; set bfloat16, or fsdp",
+        )
 
 
 def _split_faults(loaded: LoadedRecipe) -> Iterator[Fault]:

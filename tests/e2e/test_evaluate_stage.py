@@ -36,7 +36,7 @@ from tests.tiny_data import save_tiny_model
 SECTION = EvaluateConfig(
     needle={
         "tasks": ["niah_single_1", "niah_multikey_2"],
-        "lengths": [400, 440],
+        "lengths": [400, 512],
         "samples": 3,
         "max_new_tokens": 4,
     }
@@ -52,7 +52,7 @@ def stages(tmp_path_factory):
         sequence_length=128,
         train_tokens=128,
         sources=[{"name": "library", "kind": "python_docs"}],
-        calibration={"examples": 2, "length": 440},
+        calibration={"examples": 2, "length": 512},
     )
     (folder / "prepare").mkdir()
     prepare.run(_config(section, model), {}, folder / "prepare")
@@ -106,7 +106,7 @@ def test_scores_have_the_documented_form(evaluated):
         }  # fmt: skip
         assert table["low"] < table["high"]
         assert table["niah_single_1"]["400"]["samples"] == 3
-        assert set(table["by_length"]) == {"400", "440"}
+        assert set(table["by_length"]) == {"400", "512"}
         assert summary[name]["needle"] == table["average"]
 
 
@@ -206,7 +206,7 @@ def test_a_killed_run_resumes_to_the_same_bytes(stages, evaluated, tmp_path, mon
     monkeypatch.setattr(suite, "generate", killed_after_five_batches)
     with pytest.raises(KeyboardInterrupt):
         evaluate.run(config, _inputs(stages), tmp_path)
-    torn_file = next((tmp_path / "answers").glob("*/*-440-*.rank0.jsonl"))
+    torn_file = next((tmp_path / "answers").glob("*/*-512-*.rank0.jsonl"))
     torn_file.write_bytes(torn_file.read_bytes()[:-20])
     question_counts = []
 
