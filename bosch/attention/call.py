@@ -22,8 +22,8 @@ class GroupCall(NamedTuple):
     """Attention of one group of heads: full heads (`window` is None) or those of a window.
 
     query [B, HQ_group, T, D]; key, value [B, HG, R, D] are the last R slots. sink_key, sink_value
-    [B, HG, S, D] or None are sinks before them. For a ring, `slots` [R] names its slots; key and
-    value are then [B, HG, S + R, D], sinks first.
+    [B, HG, S, D] or None are sinks before them. `slots` [R] names the slots if only the device
+    knows them; negative ones are empty.
     """
 
     query: Tensor
@@ -40,20 +40,18 @@ class GroupCall(NamedTuple):
     def with_slots(self) -> tuple[Tensor, Tensor, Tensor]:
         """Keys, values and slots [B or 1, S + R]; a slot outside 0 .. Tk - 1 hides its key."""
         key, value, slots, context = self.key, self.value, self.slots, self.context
+        count = 0 if self.sink_key is None else self.sink_key.shape[2]
         if slots is None:
-            # A cache of fixed size may return more keys than the pass has slots.
-            first = max(0, context.kv_length - key.shape[2])
-            slots = torch.arange(first, first + key.shape[2], device=key.device)
-            if self.sink_key is not None and self.sink_value is not None:
-                # Without padding sinks are slots 0, 1, …; those among the recent keys come last.
-                count = min(first, self.sink_key.shape[2]) if context.is_plain else None
-                key = torch.cat([self.sink_key[:, :, :count], key], dim=2)
-                value = torch.cat([self.sink_value[:, :, :count], value], dim=2)
-        sink_count = key.shape[2] - slots.shape[0]
-        if not sink_count:
+            first = context.kv_length - key.shape[2]
+            slots = torch.arange(first, context.kv_length, device=key.device)
+            if context.is_plain:  # sinks are slots 0, 1, …; those among the recent keys come last
+                count = min(first, count)
+        if not count or self.sink_key is None or self.sink_value is None:
             return key, value, slots[None]
-        sinks = context.sink_slots(sink_count, key.device)
-        sinks = torch.where(sinks < slots.min(), sinks, context.kv_length)
+        key = torch.cat([self.sink_key[:, :, :count], key], dim=2)
+        value = torch.cat([self.sink_value[:, :, :count], value], dim=2)
+        sinks = context.sink_slots(count, key.device)
+        sinks = torch.where(sinks < slots[0], sinks, context.kv_length)
         return key, value, torch.cat([sinks, slots.expand(sinks.shape[0], -1)], dim=1)
 
 
@@ -86,14 +84,16 @@ class AttentionCall(NamedTuple):
 
     def by_group(self, attend: Callable[[GroupCall], Tensor]) -> Tensor:
         """Outputs [B, HQ_group, T, D] of `attend` for each group, joined to [B, T, HQ, D]."""
-        layout, key, value = self.layout, self.key, self.value
+        layout, key, value, context = self.layout, self.key, self.value, self.context
         q_per_kv = self.query.shape[1] // layout.num_key_value_heads
         outputs = []
         for number, group in enumerate(layout.groups):
             if isinstance(key, CachedStates) and isinstance(value, CachedStates):
-                keys, values = key.groups[number], value.groups[number]
-                states = keys.recent, values.recent
-                sinks = keys.sinks, values.sinks, keys.slots
+                keys, values = (x.groups[number].seen(context, group.window) for x in (key, value))
+                states, slots, count = (keys.recent, values.recent), None, keys.recent.shape[2]
+                if context.start is not None and group.window is not None:
+                    slots = torch.arange(-count, 0, device=self.query.device) + context.end
+                sinks = keys.sinks, values.sinks, slots
             else:
                 assert isinstance(key, Tensor) and isinstance(value, Tensor)
                 states = layout.heads_of(key, group), layout.heads_of(value, group)
@@ -101,7 +101,7 @@ class AttentionCall(NamedTuple):
             heads = layout.heads_of(self.query, group, q_per_kv)
             transform = self.transform.of(layout, group, q_per_kv)
             group_call = GroupCall(
-                heads, *states, group.window, self.context, transform, self.dropout, *sinks
+                heads, *states, group.window, context, transform, self.dropout, *sinks
             )
             outputs.append(attend(group_call))
         return layout.merge(outputs, q_per_kv)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from bosch.attention.call import AttentionCall, GroupCall
 from bosch.attention.context import AttentionContext
-from bosch.attention.layout import CachedStates
 from bosch.attention.sdpa import sdpa_attention
 from bosch.errors import UserError
 
@@ -26,8 +25,7 @@ def flash_kernel_attention(call: AttentionCall) -> Tensor:
 
     Raises UserError for padding between a row's tokens.
     """
-    key = call.key
-    if call.context.start is not None or (isinstance(key, CachedStates) and key.has_ring):
+    if call.context.start is not None:
         return sdpa_attention(call)
     return call.by_group(_flash)
 

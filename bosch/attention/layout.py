@@ -131,18 +131,24 @@ class CachedGroup:
     """Keys or values of one group of heads, as a cache returns them.
 
     `recent` [B, HG, R, D] holds the last R slots, for full heads all; `sinks` [B, HG, S, D] holds
-    the first tokens of each row once they have left `recent`. For a ring, `slots` [R] names its
-    slots, negative if empty; `recent` is then [B, HG, S + R, D], sinks first.
+    the first tokens of each row once they have left `recent`. In a cache of fixed size, slots after
+    the last (full heads) or before the first (sliding heads) may be empty.
     """
 
     recent: Tensor
     sinks: Tensor | None = None
-    slots: Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> CachedGroup:
         """The same in another dtype."""
         sinks = None if self.sinks is None else self.sinks.to(dtype)
-        return CachedGroup(self.recent.to(dtype), sinks, self.slots)
+        return CachedGroup(self.recent.to(dtype), sinks)
+
+    def seen(self, context: AttentionContext, window: Window | None) -> CachedGroup:
+        """Without empty slots, unless only the device knows them; and without sinks among them."""
+        length = context.kv_length
+        recent = self.recent[:, :, :length] if window is None else self.recent[:, :, -length:]
+        is_whole = context.start is None and recent.shape[2] == length
+        return CachedGroup(recent, None if is_whole else self.sinks)
 
 
 @dataclass
@@ -151,11 +157,6 @@ class CachedStates:
 
     groups: list[CachedGroup]
     done: Callable[[AttentionContext], None] | None = None
-
-    @property
-    def has_ring(self) -> bool:
-        """Whether some slots are known only on the device."""
-        return any(group.slots is not None for group in self.groups)
 
     def to(self, dtype: torch.dtype) -> CachedStates:
         """The same in another dtype, without `done`."""

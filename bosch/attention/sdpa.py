@@ -96,7 +96,7 @@ def _sliding(call: GroupCall, window: Window) -> Tensor:
     """Sliding-window attention of a group, [B, HQ_group, T, D]."""
     context = call.context
     # A cache of fixed size: only the device knows the slots of the ring, so it needs a mask.
-    if context.start is not None or call.slots is not None:
+    if context.start is not None:
         return _sliding_dense(call, window)
     call = _trim(call, window)
     first = context.kv_length - call.key.shape[2]
@@ -118,10 +118,9 @@ def _sliding(call: GroupCall, window: Window) -> Tensor:
 def _sliding_dense(call: GroupCall, window: Window) -> Tensor:
     """Attention with one mask: few queries (decoding, short chunks), or a cache of fixed size."""
     query, context = call.query, call.context
-    fixed = context.start is not None or call.slots is not None
     key, value, slots = call.with_slots()
     mask = None
-    if fixed or not context.is_plain or context.q_length > 1:
+    if context.start is not None or not context.is_plain or context.q_length > 1:
         queries = context.query_slots(query.device)
         mask = context.memo(
             ("dense", window, key.shape[2]),

@@ -1,15 +1,15 @@
-"""Key/value cache whose sliding heads keep only the last W - 1 tokens and the sinks.
+"""Key/value cache of a hybrid model: one of transformers' cache layers for each group of heads.
 
-Shapes: B batch, T tokens of a pass, HKV key/value heads, HG those of a group, R tokens held, D head
-dimension, S sinks, W window. Each group has its own tensors: memory behind a window is freed.
+Shapes: B batch, T tokens of a pass, HKV key/value heads, HG those of a group, D head dimension,
+S sinks, W window. A cache grows with the text, or has a fixed size: then its tensors are changed in
+place and its length is read on the device, so torch.compile traces decoding only once.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,12 +19,14 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicCache,
     DynamicLayer,
+    DynamicSlidingWindowLayer,
     LinearAttentionLayer,
+    StaticLayer,
 )
 from transformers.generation.utils import ALL_CACHE_NAMES
 
 from bosch.attention.context import AttentionContext
-from bosch.attention.layout import CachedGroup, CachedStates, HeadGroup, HeadLayout, gather_sinks
+from bosch.attention.layout import CachedGroup, CachedStates, HeadLayout, gather_sinks
 from bosch.errors import UserError
 from bosch.model.families import decoder_layers
 from bosch.model.interface import layouts_of
@@ -32,316 +34,322 @@ from bosch.window import Window
 
 # transformers' name of the cache: "past_key_values", from transformers 5.24 on "cache".
 CACHE_NAME: str = ALL_CACHE_NAMES[0]
+_States: TypeAlias = tuple[Tensor, Tensor]  # keys and values of a group, [B, HG, T, D]
 
 
-@dataclass
-class GroupCache:
-    """Keys and values [B, HG, R, D] of a group; sinks [B, HG, S, D], None while in `keys`."""
+class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
+    """The last W - 1 tokens, and the sinks once they are not among these."""
 
-    group: HeadGroup
-    keys: Tensor
-    values: Tensor
-    sink_keys: Tensor | None = None
-    sink_values: Tensor | None = None
+    keys: Any
+    values: Any
 
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors by name."""
-        names = ("keys", "values", "sink_keys", "sink_values")
-        held = {name: getattr(self, name) for name in names}
-        return {name: states for name, states in held.items() if states is not None}
+    def __init__(self, window: Window) -> None:
+        super().__init__(window.size)
+        self.window = window
+        self.sinks: Any = DynamicLayer()  # type: ignore[no-untyped-call]
 
-    def change(self, change: Callable[[Tensor], Tensor]) -> None:
-        for name, states in self.tensors.items():
-            setattr(self, name, change(states))
+    def settle(self, seen: _States, context: AttentionContext) -> None:
+        """Keep the sinks, and drop what no later query sees; `context` is the pass of `seen`."""
+        count, first = self.window.sinks, self.cumulative_length - seen[0].shape[2]
+        stored = self.sinks.keys is not None and context.valid is None and first >= count
+        if count and self.cumulative_length > self.window.past and not stored:
+            pairs = zip(seen, (self.sinks.keys, self.sinks.values), strict=True)
+            sinks = [gather_sinks(states, earlier, context, count) for states, earlier in pairs]
+            self.sinks.lazy_initialization(*seen)
+            self.sinks.keys, self.sinks.values = sinks
+        if not self.record_past:
+            self._keep(self.keys.shape[2])
+
+    def _keep(self, count: int) -> None:
+        """Of the first `count` tokens keep the last W - 1; a slice would keep all in memory."""
+        part = slice(max(0, count - self.window.past), count)
+        states = (self.keys[:, :, part], self.values[:, :, part])
+        self.keys, self.values = (
+            x if x.untyped_storage().nbytes() == x.nbytes else x.clone() for x in states
+        )
+
+    def can_remove(self, count: int) -> bool:
+        left = self.cumulative_length - count
+        return bool(self.keys.shape[2] - count >= min(left, self.window.past))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.cumulative_length = max(0, self.cumulative_length + tokens_to_remove)
+        self._keep(max(0, self.keys.shape[2] + tokens_to_remove))
+        if self.cumulative_length <= self.window.past:
+            self.sinks.reset()  # they are among the recent tokens again
 
 
-class SplitCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """Cache of one layer in several tensors, each with the batch as its first dimension."""
+class FixedLayer(StaticLayer):  # type: ignore[no-untyped-call]
+    """A place for every token; tokens can be taken back."""
 
-    is_compileable = False
+    def crop(self, tokens_to_remove: int) -> None:
+        self.cumulative_length.add_(tokens_to_remove).clamp_(min=0)
+
+
+class FixedWindowLayer(FixedLayer):  # type: ignore[no-untyped-call]
+    """The last W tokens, the newest in the last place, and the sinks; or every token if it fits."""
+
+    keys: Any
+    values: Any
+
+    def __init__(self, window: Window, room: int) -> None:
+        self.room, fits = room, room <= window.max_keys
+        super().__init__(room if fits else window.size)
+        self.sinks: Any = StaticLayer(0 if fits else window.sinks)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> _States:
+        # Any token finds a place here: the table makes one beyond the room fail on the device.
+        lengths = torch.arange(1, self.room + 1, device=self.device)
+        last = self.cumulative_length + (key_states.shape[2] - 1)
+        self.cumulative_length.copy_(lengths.index_select(0, last[None])[0])
+        keys = torch.cat([self.keys[:, :, 1:], key_states], dim=2)
+        values = torch.cat([self.values[:, :, 1:], value_states], dim=2)
+        self.keys.copy_(keys[:, :, -self.max_cache_len :])
+        self.values.copy_(values[:, :, -self.max_cache_len :])
+        return keys, values
+
+    def settle(self, seen: _States, context: AttentionContext) -> None:
+        """Keep the sinks among the tokens that attention has read in the pass `context`."""
+        for sinks, states in zip((self.sinks.keys, self.sinks.values), seen, strict=True):
+            if sinks.shape[2]:
+                sinks.copy_(gather_sinks(states, sinks, context, sinks.shape[2]))
+
+    def can_remove(self, count: int) -> bool:
+        return bool(self.cumulative_length <= self.max_cache_len)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        for states in (self.keys, self.values):
+            states.copy_(states.roll(-tokens_to_remove, dims=2))
+
+
+def _part(window: Window | None, room: int | None) -> Any:
+    """Cache layer of one group of heads."""
+    if window is None:
+        return DynamicLayer() if room is None else FixedLayer(room)  # type: ignore[no-untyped-call]
+    return WindowLayer(window) if room is None else FixedWindowLayer(window, room)
+
+
+def _each(name: str) -> Callable[..., None]:
+    """A method that calls `name` of every layer that holds tensors."""
+
+    def call(self: HeadGroupsLayer, *args: Any) -> None:
+        for held in self.held:
+            getattr(held, name)(*args)
+
+    return call
+
+
+class HeadGroupsLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """Cache of one layer; attention settles the states that `update` returns after reading them."""
+
     is_sliding = False
     device: torch.device
 
-    def __init__(self, layout: HeadLayout) -> None:
+    def __init__(self, layout: HeadLayout, room: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.layout = layout
-        self.groups: list[Any] = []  # one for each group of the layout, after the first pass
-
-    def check_heads(self, states: Tensor) -> None:
-        """Raise UserError if states [B, HKV, T, D] have another HKV than the layout."""
-        heads = self.layout.num_key_value_heads
-        if states.shape[1] != heads:
-            raise UserError(
-                f"the cache is of a layer with {heads} KV heads and would get states of "
-                f"{states.shape[1]}: pass a cache of this model, and do not split its heads over "
-                "processes"
-            )
-
-    @property
-    def tensors(self) -> Iterator[Tensor]:
-        return (tensor for group in self.groups for tensor in group.tensors.values())
-
-    def change(self, change: Callable[[Tensor], Tensor]) -> None:
-        for group in self.groups:
-            group.change(change)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.change(lambda states: states.index_select(0, beam_idx.to(states.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.change(lambda states: states.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self.change(lambda states: states[indices])
-
-    def offload(self) -> None:
-        self.change(lambda states: states.to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        self.change(lambda states: states.to(self.device, non_blocking=True))
-
-    def check_crop(self, tokens_to_remove: int) -> None:
-        """Raise as `crop` does, and change nothing."""
-        raise NotImplementedError
-
-
-class HybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
-    """Cache of one layer. Attention calls `settle` after each pass, which evicts."""
-
-    is_croppable = True
-    supports_early_init = False
-
-    def __init__(self, layout: HeadLayout) -> None:
-        super().__init__(layout)
-        self.record_past = False
-        self._clear()
-
-    def _clear(self) -> None:
-        self.length = 0
-        self.groups = []
-        self.is_initialized = False
+        self.layout, self.max_cache_len = layout, -1 if room is None else room
+        self.is_compileable = self.supports_early_init = room is not None
+        self.is_croppable = room is None
+        self.parts = [_part(group.window, room) for group in layout.groups]
+        self.sinks: list[Any] = [getattr(part, "sinks", None) for part in self.parts]
+        self.held: list[Any] = [*self.parts, *filter(None, self.sinks)]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        for group in self.layout.groups:
-            keys, values = (
-                states.new_empty(states.shape[0], len(group.heads), 0, states.shape[3])
-                for states in (key_states, value_states)
-            )
-            self.groups.append(GroupCache(group, keys, values))
+        self.batch_size = key_states.shape[0]
+        new = self._split(key_states, value_states)
+        for part, sinks, states in zip(self.parts, self.sinks, new, strict=True):
+            for held in (part, sinks) if self.is_compileable and sinks is not None else (part,):
+                held.lazy_initialization(*states)
+                held.values = held.values.to(value_states.dtype)  # autocast may leave float32 keys
         self.is_initialized = True
+
+    def _split(self, keys: Tensor, values: Tensor) -> list[_States]:
+        heads = self.layout.heads_of
+        return [(heads(keys, group), heads(values, group)) for group in self.layout.groups]
 
     def update(  # type: ignore[override]
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[CachedStates, CachedStates]:
-        """Add the tokens of a pass, [B, HKV, T, D]; returns all states that its queries may see."""
-        self.check_heads(key_states)
+        """Add the tokens of a pass, [B, HKV, T, D]; returns all states that its queries may see.
+
+        Raises torch's error for an index out of range if they exceed a fixed size.
+        """
+        heads = self.layout.num_key_value_heads
+        if key_states.shape[1] != heads:
+            raise UserError(
+                f"the cache is of a layer with {heads} KV heads and would get states of "
+                f"{key_states.shape[1]}: pass a cache of this model, and do not split its heads "
+                "over processes"
+            )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.length += key_states.shape[2]
-        for cached in self.groups:
-            cached.keys = self._joined(cached.keys, key_states, cached.group)
-            cached.values = self._joined(cached.values, value_states, cached.group)
-        keys = [CachedGroup(cached.keys, cached.sink_keys) for cached in self.groups]
-        values = [CachedGroup(cached.values, cached.sink_values) for cached in self.groups]
-        return CachedStates(keys, done=self.settle), CachedStates(values)
+        new = self._split(key_states, value_states)
+        seen = [part.update(*states) for part, states in zip(self.parts, new, strict=True)]
+        keys, values = (
+            [
+                CachedGroup(states[kind], getattr(sinks, name, None))
+                for states, sinks in zip(seen, self.sinks, strict=True)
+            ]
+            for kind, name in enumerate(("keys", "values"))
+        )
+        return CachedStates(keys, functools.partial(self._settle, seen)), CachedStates(values)
 
-    def _joined(self, past: Tensor, new: Tensor, group: HeadGroup) -> Tensor:
-        heads = self.layout.heads_of(new, group)
-        return torch.cat([past, heads], dim=2) if past.shape[2] else heads
+    def _settle(self, seen: list[_States], context: AttentionContext) -> None:
+        for part, states in zip(self.parts, seen, strict=True):
+            if hasattr(part, "settle"):
+                part.settle(states, context)
 
-    def settle(self, context: AttentionContext) -> None:
-        """Drop tokens that no later query of a sliding head sees; `context` is the last pass."""
-        for cached in self.groups:
-            if cached.group.window is not None and cached.group.window.sinks:
-                self._keep_sinks(cached, cached.group.window, context)
-        if not self.record_past:
-            self._evict()
-
-    def _keep_sinks(self, cached: GroupCache, window: Window, context: AttentionContext) -> None:
-        if self.length <= window.past:
-            return
-        count = window.sinks
-        first = self.length - cached.keys.shape[2]
-        if cached.sink_keys is not None and context.valid is None and first >= count:
-            return
-        cached.sink_keys = gather_sinks(cached.keys, cached.sink_keys, context, count)
-        cached.sink_values = gather_sinks(cached.values, cached.sink_values, context, count)
-
-    def _evict(self) -> None:
-        """Copy what is kept, since a slice would keep the whole tensor in memory."""
-        for cached in self.groups:
-            cached.keys = _last(cached.keys, cached.group.window)
-            cached.values = _last(cached.values, cached.group.window)
+    def get_seq_length(self) -> Any:
+        """Number of tokens so far; with a fixed size a tensor [] on the cache's device."""
+        part = self.parts[0]
+        return part.cumulative_length if self.is_compileable else part.get_seq_length()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.length
+        if self.is_compileable:
+            return self.max_cache_len, 0
+        return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
-        return -1
+        return self.max_cache_len
 
     def activate_past_recording(self) -> None:
         """Keep all tokens of a pass until `crop`, so that it can take some back."""
-        self.record_past = True
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens (0 only evicts).
-
-        Raises ValueError for a positive number, and RuntimeError when sliding heads have dropped
-        tokens that they would need again (`activate_past_recording` before the pass keeps them).
-        """
-        self.check_crop(tokens_to_remove)
-        remove = -tokens_to_remove
-        left = max(0, self.length - remove)
-        for cached in self.groups:
-            held, window = max(0, cached.keys.shape[2] - remove), cached.group.window
-            cached.keys, cached.values = cached.keys[:, :, :held], cached.values[:, :, :held]
-            if window is not None and left <= window.past:
-                # The sinks are among the recent tokens again.
-                cached.sink_keys = cached.sink_values = None
-        self.length = left
-        self._evict()
+        for part in self.parts:
+            if isinstance(part, WindowLayer):
+                part.activate_past_recording()  # type: ignore[no-untyped-call]
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise as `crop` does, and change nothing."""
-        check_removed(tokens_to_remove)
-        left = max(0, self.length + tokens_to_remove)
-        for cached in self.groups:
-            window, held = cached.group.window, max(0, cached.keys.shape[2] + tokens_to_remove)
-            if window is not None and held < min(left, window.past):
+        if tokens_to_remove > 0:
+            raise ValueError("crop takes the negative number of tokens to remove")
+        length = int(self.get_seq_length())
+        for part in self.parts if 0 < -tokens_to_remove < length else ():
+            if hasattr(part, "can_remove") and not part.can_remove(-tokens_to_remove):
                 raise RuntimeError(
-                    "the cache of a sliding head no longer holds the tokens before the cut: call "
-                    "activate_past_recording() before the tokens to be removed are added"
+                    f"tokens cannot be taken back: of {length} the cache's sliding heads hold the "
+                    f"last {part.keys.shape[2]}; use the dynamic cache, and call its "
+                    "activate_past_recording() before the tokens are added"
                 )
 
-    def padded_rows(self, padding: Tensor, length: int) -> HybridCacheLayer:
-        """This whole sequence in rows of `length` slots, which begin with `padding` [B] slots."""
-        rows = HybridCacheLayer(self.layout)
-        rows.dtype, rows.device, rows.is_initialized = self.dtype, self.device, True
-        rows.length = length
-        for cached in self.groups:
-            keys, values = (_padded_rows(s, padding, length) for s in (cached.keys, cached.values))
-            row = GroupCache(cached.group, keys, values)
-            window = cached.group.window
-            if window is not None and window.sinks and length > window.past:
-                # Sinks that a row does not have yet have entries, too, which are replaced later.
-                last = cached.keys.shape[2] - 1
-                first = torch.arange(window.sinks, device=cached.keys.device).clamp(max=last)
-                row.sink_keys, row.sink_values = (
-                    states[:, :, first].expand(len(padding), -1, -1, -1)
-                    for states in (cached.keys, cached.values)
-                )
-            rows.groups.append(row)
-        rows._evict()
-        return rows
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens (0 only drops recorded ones).
 
-    def reset(self) -> None:
-        self._clear()
+        Raises ValueError for a positive number, and RuntimeError when sliding heads have dropped
+        tokens that they would need again.
+        """
+        self.check_crop(tokens_to_remove)
+        for part in self.parts if self.is_initialized else ():
+            part.crop(tokens_to_remove)
 
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        for held in self.held if self.is_initialized else ():
+            if not self.is_compileable:
+                held.reorder_cache(beam_idx)
+                continue
+            for states in (held.keys, held.values):  # compiled code knows their addresses
+                states.copy_(states.index_select(0, beam_idx.to(states.device)))
 
-def check_removed(tokens_to_remove: int) -> None:
-    """Raise ValueError for a number of tokens that `crop` does not accept."""
-    if tokens_to_remove > 0:
-        raise ValueError("crop takes the negative number of tokens to remove")
+    reset = _each("reset")
+    offload = _each("offload")
+    prefetch = _each("prefetch")
+    batch_repeat_interleave = _each("batch_repeat_interleave")
+    batch_select_indices = _each("batch_select_indices")
 
 
-def _padded_rows(states: Tensor, padding: Tensor, length: int) -> Tensor:
-    """States [1, H, T, D] as rows [B, H, length, D]; row i begins with `padding[i]` slots."""
-    slots = torch.arange(length, device=states.device) - padding[:, None]  # [B, length]
-    return states[0][:, slots.clamp_min(0)].transpose(0, 1).contiguous()
+def _both(name: str) -> Callable[..., None]:
+    """A method that calls `name` for the keys and values and for the states."""
+
+    def call(self: Any, *args: Any) -> None:
+        for kind in (HeadGroupsLayer, LinearAttentionLayer):
+            getattr(kind, name)(self, *args)
+
+    return call
 
 
-def _last(states: Tensor, window: Window | None) -> Tensor:
-    """The part of `states` that later queries see; a copy if a view would keep more in memory."""
-    if window is not None and states.shape[2] > window.past:
-        states = states[:, :, states.shape[2] - window.past :]
-    if states.untyped_storage().nbytes() == states.numel() * states.element_size():
-        return states
-    return states.clone(memory_format=torch.contiguous_format)
+class HeadGroupsAndStatesLayer(  # type: ignore[misc, no-untyped-call]
+    HeadGroupsLayer, LinearAttentionLayer
+):
+    """Cache of a layer that also has states of fixed size."""
 
+    is_croppable = False
 
-@functools.cache
-def _with_states(kind: type[SplitCacheLayer]) -> Any:
-    """A cache layer class with states of fixed size in addition to those of its attention."""
-
-    def __init__(self: Any, states: int, *args: Any) -> None:
-        kind.__init__(self, *args)
+    def __init__(self, layout: HeadLayout, room: int | None, states: int) -> None:
         LinearAttentionLayer.__init__(self, states)
+        HeadGroupsLayer.__init__(self, layout, room)
+        self.is_croppable = self.supports_early_init = False
 
-    def lazy_initialization(self: Any, *args: Any, **kwargs: Any) -> None:
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         # Keys and values are positional arguments, states are keyword arguments.
-        owner: Any = kind if args else LinearAttentionLayer
-        owner.lazy_initialization(self, *args, **kwargs)
+        kind: Any = HeadGroupsLayer if args else LinearAttentionLayer
+        kind.lazy_initialization(self, *args, **kwargs)
 
-    def call_both(name: str) -> Callable[..., None]:
-        def call(self: Any, *args: Any) -> None:
-            for owner in (LinearAttentionLayer, kind):
-                getattr(owner, name)(self, *args)
-
-        return call
-
-    names = ("reset", "reorder_cache", "crop", "offload", "prefetch", "activate_past_recording")
-    body = {
-        "__init__": __init__,
-        "lazy_initialization": lazy_initialization,
-        "get_max_length": kind.get_max_length,
-        "is_compileable": kind.is_compileable,
-        **{name: call_both(name) for name in names if hasattr(kind, name)},
-    }
-    return type(f"{kind.__name__}WithStates", (LinearAttentionLayer, kind), body)
+    reset = _both("reset")
+    reorder_cache = _both("reorder_cache")
+    crop = _both("crop")
+    offload = _both("offload")
+    prefetch = _both("prefetch")
+    activate_past_recording = _both("activate_past_recording")
 
 
-def _cache_layer(
-    kind: type[SplitCacheLayer], states: int, layout: HeadLayout | None, *args: Any
-) -> Any:
+def _layer(layout: HeadLayout | None, room: int | None, states: int) -> Any:
     """Cache of a layer with or without attention, and with `states` of fixed size."""
-    if layout is None:
-        # transformers has empty layers since 5.23; vLLM's builds pin an older version.
-        empty: Any = getattr(cache_utils, "DummyLayer", LinearAttentionLayer)
-        return (LinearAttentionLayer if states else empty)(number_of_states=states)
-    return _with_states(kind)(states, layout, *args) if states else kind(layout, *args)
+    if layout is not None and states:
+        return HeadGroupsAndStatesLayer(layout, room, states)
+    if layout is not None:
+        return HeadGroupsLayer(layout, room)
+    # transformers has empty layers since 5.23; vLLM's builds pin an older version.
+    empty: Any = getattr(cache_utils, "DummyLayer", LinearAttentionLayer)
+    return (LinearAttentionLayer if states else empty)(number_of_states=states)
 
 
-class SplitCache(Cache):
-    """Cache of a model; `layouts` has None without attention, `states` counts those by layer."""
+class HybridCache(Cache):
+    """Cache of a hybrid model, one `HeadGroupsLayer` for each layer with attention.
+
+    `layouts` has None for a layer without attention; `states` counts states of fixed size by layer.
+    After a pass a sliding KV head holds at most W - 1 + S entries, a full head all; with a fixed
+    room of `max_cache_len` tokens W + S, and the room. Works with batches, left padding, beams and
+    chunked prefill, and with `crop` under past recording.
+    """
 
     def __init__(
         self,
-        kind: type[SplitCacheLayer],
         layouts: Sequence[HeadLayout | None],
-        states: Mapping[int, int] | None,
-        *args: Any,
+        max_cache_len: int | None = None,
+        states: Mapping[int, int] | None = None,
     ) -> None:
-        state_counts = states or {}
-        super().__init__(
-            layers=[
-                _cache_layer(kind, state_counts.get(number, 0), layout, *args)
-                for number, layout in enumerate(layouts)
-            ]
-        )
+        counts = states or {}
+        layers = [_layer(x, max_cache_len, counts.get(n, 0)) for n, x in enumerate(layouts)]
+        super().__init__(layers)
+
+    @classmethod
+    def of(cls, model: Any, max_cache_len: int | None = None) -> HybridCache:
+        """Make an empty cache for a model in search or deploy mode."""
+        return cls(layouts_of(model), max_cache_len, decoder_layers(model.config).states)
+
+    @property
+    def max_cache_len(self) -> int:
+        """transformers' name before 5.20, which PEFT's prefix tuning still reads; -1: no limit."""
+        return int(self.get_max_length())
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens in all layers, or in none if one raises.
 
         Raises as the layers do, and RuntimeError for recurrent states, unless all tokens go.
         """
-        check_removed(tokens_to_remove)
-        layers: Iterable[Any] = self.layers
         if 0 < self.get_seq_length() <= -tokens_to_remove:
-            for layer in layers:
-                layer.reset()
+            self.reset()  # type: ignore[no-untyped-call]
             return
-        for layer in layers:
-            if isinstance(layer, SplitCacheLayer):
+        for layer in self.layers:
+            if isinstance(layer, HeadGroupsLayer):
                 layer.check_crop(tokens_to_remove)
             if not isinstance(layer, LinearAttentionLayer):
                 continue
             if not layer.record_past:
-                layer.crop(tokens_to_remove)  # raises, and changes nothing
+                LinearAttentionLayer.crop(layer, tokens_to_remove)  # raises, and changes nothing
             if tokens_to_remove and any(layer.is_recurrent_states_initialized.values()):
                 raise RuntimeError(
                     "tokens cannot be taken back from recurrent states: pass the text again with "
@@ -351,87 +359,18 @@ class SplitCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times, consecutively."""
-        self._change_rows(lambda states: states.repeat_interleave(repeats, dim=0))
+        rows = next(x.shape[0] for layer in self.layers for x in _tensors(layer))
+        self.batch_select_indices(torch.arange(rows).repeat_interleave(repeats))
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these rows, in this order."""
-        self._change_rows(lambda states: states[indices])
-
-    def _change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Apply `change` to all states of the layers; transformers does so for attention only."""
-        for layer in self.layers:
-            if isinstance(layer, SplitCacheLayer):
-                layer.change(change)
-            for name in ("conv_states", "recurrent_states"):
-                by_number = getattr(layer, name, {})
-                by_number |= {n: change(x) for n, x in by_number.items() if x is not None}
-
-
-class HybridCache(SplitCache):
-    """Cache of a hybrid model, one `HybridCacheLayer` for each layer with attention.
-
-    A sliding KV head holds at most W - 1 + S entries after a pass, a full head all. Works with
-    batches, left padding, beam search and chunked prefill, and with `crop` under past recording.
-    """
-
-    def __init__(
-        self, layouts: Sequence[HeadLayout | None], states: Mapping[int, int] | None = None
-    ) -> None:
-        super().__init__(HybridCacheLayer, layouts, states)
-
-    @classmethod
-    def of(cls, model: Any) -> HybridCache:
-        """Make an empty cache for a model in search or deploy mode."""
-        return cls(layouts_of(model), decoder_layers(model.config).states)
-
-    @property
-    def hybrid_layers(self) -> list[HybridCacheLayer]:
-        """The layers with attention."""
-        return [layer for layer in self.layers if isinstance(layer, HybridCacheLayer)]
-
-    def activate_past_recording(self) -> None:
-        """Keep all tokens of a pass until `crop`, so that it can take some back."""
-        for layer in self.layers:
-            if isinstance(layer, HybridCacheLayer | LinearAttentionLayer):
-                layer.activate_past_recording()
-
-    @property
-    def max_cache_len(self) -> int:
-        """-1, no limit; transformers' name before 5.20, which PEFT's prefix tuning still reads."""
-        return -1
-
-
-def keeps_every_token(cache: Cache) -> bool:
-    """Whether a cache always holds keys and values of all tokens, and nothing else."""
-    layers: Iterable[Any] = cache.layers
-    return all(
-        layer.record_past if type(layer) is HybridCacheLayer else type(layer) is DynamicLayer
-        for layer in layers
-    )
-
-
-def padded_rows(cache: Cache, padding: Tensor, length: int) -> Cache:
-    """A cache of rows with `padding` [B] slots before the one sequence of `cache`.
-
-    Row i has the first `length - padding[i]` tokens. `cache` has all (`keeps_every_token`).
-    """
-    rows: list[Any] = []
-    layers: Iterable[Any] = cache.layers
-    for layer in layers:
-        if isinstance(layer, HybridCacheLayer):
-            rows.append(layer.padded_rows(padding, length))
-        else:
-            row = DynamicLayer()  # type: ignore[no-untyped-call]
-            row.lazy_initialization(layer.keys, layer.values)
-            row.keys = _padded_rows(layer.keys, padding, length)
-            row.values = _padded_rows(layer.values, padding, length)
-            rows.append(row)
-    return Cache(layers=rows)
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep only these rows, in this order; transformers does so in attention's layers only."""
+        self.reorder_cache(indices)
 
 
 def held_bytes(cache: Cache) -> int:
     """Bytes of the storages behind a cache's keys, values and other states, each counted once."""
-    return _storage_bytes(tensor for layer in cache.layers for tensor in _tensors(layer))
+    storages = (tensor.untyped_storage() for layer in cache.layers for tensor in _tensors(layer))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def used_bytes(cache: Cache) -> int:
@@ -439,30 +378,21 @@ def used_bytes(cache: Cache) -> int:
 
     transformers' sliding layers hold slices of a prompt, and free the rest with the next token.
     """
-    tensors = (tensor for layer in cache.layers for tensor in _tensors(layer))
-    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    return sum(tensor.nbytes for layer in cache.layers for tensor in _tensors(layer))
 
 
-def _tensors(layer: Any) -> Iterator[Tensor | None]:
+def _tensors(layer: Any) -> Iterator[Tensor]:
     """The states in one layer of a cache, of a hybrid or an ordinary model."""
-    if isinstance(layer, SplitCacheLayer):
-        yield from layer.tensors
-    else:
-        yield from (getattr(layer, "keys", None), getattr(layer, "values", None))
+    for held in getattr(layer, "held", [layer]):
+        states = (getattr(held, "keys", None), getattr(held, "values", None))
+        yield from (x for x in states if x is not None)
     yield from _states(layer)
 
 
-def _states(layer: Any) -> Iterator[Tensor | None]:
+def _states(layer: Any) -> Iterator[Tensor]:
     """The states of fixed size in one layer of a cache."""
     for name in ("conv_states", "recurrent_states"):
-        yield from getattr(layer, name, {}).values()
-
-
-def _storage_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Bytes of the tensors' storages, counted once."""
-    held = [tensor for tensor in tensors if tensor is not None]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
-    return sum(storages.values())
+        yield from (x for x in getattr(layer, name, {}).values() if x is not None)
 
 
 def state_bytes(model: Any) -> int:
@@ -473,4 +403,4 @@ def state_bytes(model: Any) -> int:
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     with torch.inference_mode():
         model.get_decoder()(input_ids=token, use_cache=True, **{CACHE_NAME: cache})
-    return _storage_bytes(state for layer in cache.layers for state in _states(layer))
+    return sum(state.nbytes for layer in cache.layers for state in _states(layer))

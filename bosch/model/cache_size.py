@@ -88,7 +88,7 @@ class CacheSize:
         return self.per_token * tokens + self.bytes_per_head * slots + self._others(tokens)
 
     def static(self, room: int) -> int:
-        """Bytes of a StaticHybridCache with room for `room` tokens of one sequence."""
+        """Bytes of a HybridCache with fixed room for `room` tokens of one sequence."""
         slots = sum(count * min(window.max_keys, room) for window, count in self.sliding.items())
         own_bytes = sum(w.bytes_per_head * w.heads * min(w.window, room) for w in self.own_windows)
         return self.per_token * room + self.bytes_per_head * slots + own_bytes + self.state_bytes

@@ -31,8 +31,8 @@ MODULES = (
     "attention/layout.py", "attention/logit_transform.py", "attention/call.py",
     "attention/kernels.py", "attention/causal.py", *_backend_files(),
     "attention/__init__.py", "model/interface.py", "model/cache.py",
-    "model/static_cache.py", "model/configuration.py",
-    "model/head_table.py", "model/permutation.py", "model/adapters.py", "model/deploy_mode.py",
+    "model/configuration.py", "model/head_table.py", "model/permutation.py", "model/adapters.py",
+    "model/deploy_mode.py",
 )  # fmt: skip
 
 _HEAD = '''"""{model} whose heads are full or sliding, for transformers.

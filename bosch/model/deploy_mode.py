@@ -20,7 +20,7 @@ from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_MAPPING,
 )
-from transformers.cache_utils import Cache, DynamicCache, StaticCache
+from transformers.cache_utils import DynamicCache, StaticCache
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
@@ -28,7 +28,7 @@ from bosch.attention import HeadLayout
 from bosch.backends import BACKENDS, check_backend, resolve_backend
 from bosch.errors import UserError
 from bosch.model.adapters import reorder_adapters
-from bosch.model.cache import CACHE_NAME, HybridCache, SplitCacheLayer
+from bosch.model.cache import CACHE_NAME, HeadGroupsLayer, HybridCache
 from bosch.model.configuration import choosing_attention, hybrid_config_class
 from bosch.model.families import (
     LAYER_KINDS,
@@ -49,7 +49,6 @@ from bosch.model.interface import (
     required_state,
     set_layouts,
 )
-from bosch.model.static_cache import StaticHybridCache
 from bosch.window import Window
 
 logger = transformers_logging.get_logger(__name__)
@@ -180,9 +179,9 @@ class HybridModelMixin:
     def new_cache(self) -> HybridCache:
         return HybridCache.of(self)
 
-    def new_static_cache(self, max_cache_len: int) -> StaticHybridCache:
+    def new_static_cache(self, max_cache_len: int) -> HybridCache:
         """An empty cache of fixed size for `max_cache_len` tokens, with which decoding compiles."""
-        return StaticHybridCache.of(self, max_cache_len)
+        return HybridCache.of(self, max_cache_len)
 
     def _prepare_cache_for_generation(
         self,
@@ -201,13 +200,12 @@ class HybridModelMixin:
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
             return
-        cache: HybridCache | StaticHybridCache
         if generation_config.cache_implementation == "static":
             cache = self._static_cache(generation_config, batch_size, max_cache_length)
         elif generation_config.cache_implementation in (None, "dynamic"):
             cache = self.new_cache()
             if generation_config.is_assistant:
-                cache.activate_past_recording()
+                cache.activate_past_recording()  # type: ignore[no-untyped-call]
         else:
             raise UserError(
                 f"cache_implementation='{generation_config.cache_implementation}' has no hybrid "
@@ -217,7 +215,7 @@ class HybridModelMixin:
 
     def _static_cache(
         self, generation_config: Any, batch_size: int, max_cache_length: int
-    ) -> StaticHybridCache:
+    ) -> HybridCache:
         """A static cache as large as the largest so far, as in transformers: no recompilation."""
         configured = getattr(generation_config, "max_cache_len", None) or 0
         self._static_length = max(max_cache_length, configured, getattr(self, "_static_length", 0))
@@ -272,32 +270,26 @@ def check_weights(where: Any, model: Any, info: Mapping[str, Any]) -> None:
 def adopt_cache(model: Any, cache: Any) -> None:
     """Replace the layers of an empty transformers cache, so that sliding heads save memory.
 
-    A cache that already holds states, quantises them, or offloads (growing ones, or with sinks) is
-    not changed. It is exact, but its sliding heads hold every token, and a warning says so.
+    A cache that already holds states, quantises or offloads them is not changed. It is exact, but
+    its sliding heads hold every token, and a warning says so.
     """
     layers = getattr(cache, "layers", None)
-    if layers is None or any(isinstance(layer, SplitCacheLayer) for layer in layers):
+    if layers is None or any(isinstance(layer, HeadGroupsLayer) for layer in layers):
         return
     # Every model has a layer with attention, which holds keys after any pass.
     started = any(getattr(layer, "keys", None) is not None for layer in layers)
-    new: Cache | None = None
     # Layers are cut to their windows, and sinks written, after attention. By then an offloaded
     # layer has left the device, perhaps in an incomplete copy.
-    if not started and isinstance(cache, DynamicCache) and not cache.offloading:
-        new = HybridCache.of(model)
-        if any(getattr(layer, "record_past", False) for layer in layers):
-            new.activate_past_recording()
-    elif not started and isinstance(cache, StaticCache):
-        has_sinks = any(layout.sinks for layout in layouts_of(model) if layout)
-        if not (cache.offloading and has_sinks):
-            new = StaticHybridCache.of(model, cache_room(cache))
-    if new is None:
+    if started or not isinstance(cache, DynamicCache | StaticCache) or cache.offloading:
         logger.warning_once(
             f"A {type(cache).__name__} that holds, quantises or offloads states cannot take the "
             "form of a hybrid model: its sliding heads keep all tokens and save no memory; pass "
             "model.new_cache() or an empty DynamicCache"
         )
         return
+    new: Any = HybridCache.of(model, cache_room(cache) if isinstance(cache, StaticCache) else None)
+    if any(getattr(layer, "record_past", False) for layer in layers):
+        new.activate_past_recording()
     cache.layers, cache.layer_class_to_replicate = new.layers, None
 
 

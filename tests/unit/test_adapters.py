@@ -103,8 +103,8 @@ def test_int8_weights_compute_nearly_the_same_with_the_same_cache(
         cache = model.new_cache()
         generated = model.generate(ids, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
         assert generated.shape == (2, LENGTH + NEW) and isinstance(cache, HybridCache)
-        for layer, layout in zip(cache.hybrid_layers, layouts_of(hybrid), strict=True):
-            for cached, group in zip(layer.groups, layout.groups, strict=True):
+        for layer, layout in zip(cache.layers, layouts_of(hybrid), strict=True):
+            for cached, group in zip(layer.parts, layout.groups, strict=True):
                 held = LENGTH + NEW - 1 if group.window is None else WINDOW - 1
                 assert cached.keys.shape[1:3] == (len(group.heads), held)
     assert torch.equal(logits_of(small, ids), logits_of(again, ids))

@@ -27,11 +27,10 @@ from bosch.attention import (
     resolve_backend,
 )
 from bosch.errors import UserError
-from bosch.model.cache import HybridCacheLayer
+from bosch.model.cache import HeadGroupsLayer
 from bosch.model.interface import context_of_pass
 from bosch.model.materialize import materialize
 from bosch.model.search_mode import apply_head_mask, prepare_for_search
-from bosch.model.static_cache import StaticHybridCacheLayer
 from bosch.window import Window
 from tests import fake_flash
 from tests.attention_case import WIDTHS, Case, cases, full_first
@@ -184,9 +183,7 @@ def test_chunks_and_decoding_with_a_cache_equal_the_oracle_without(
     query, key, value = (x.detach() for x in case.tensors())
     layout, context = case.layout(), case.context()
     expected = hybrid_attention(query, key, value, layout, context, backend="eager")
-    layer: Any = HybridCacheLayer(layout)
-    if kind == "static":
-        layer = StaticHybridCacheLayer(layout, case.length + 1)
+    layer: Any = HeadGroupsLayer(layout, case.length + 1 if kind == "static" else None)
     outputs, start = [], 0
     for size in sizes:
         stop = start + size
@@ -203,9 +200,8 @@ def test_chunks_and_decoding_with_a_cache_equal_the_oracle_without(
         )
         keys.settle(part)
         if kind == "dynamic":
-            for cached in layer.groups:
-                window = cached.group.window
-                assert window is None or cached.keys.shape[2] <= window.past
+            for part, group in zip(layer.parts, layout.groups, strict=True):
+                assert group.window is None or part.keys.shape[2] <= group.window.past
         start = stop
     real = (
         torch.ones(case.batch, case.length, dtype=torch.bool)

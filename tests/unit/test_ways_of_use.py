@@ -31,10 +31,9 @@ from transformers import (
 )
 
 from bosch.errors import UserError
-from bosch.model.cache import HybridCache, HybridCacheLayer, held_bytes
+from bosch.model.cache import HeadGroupsLayer, HybridCache, held_bytes
 from bosch.model.loading import auto_class, load_model
 from bosch.model.materialize import materialize
-from bosch.model.static_cache import StaticHybridCacheLayer
 from bosch.window import Window
 from tests.hybrid_case import (
     LAYERS,
@@ -393,8 +392,8 @@ def test_an_empty_cache_of_transformers_is_as_small_as_a_hybrids(hybrid: Any, nu
         torch.cat([part.logits for part in parts], dim=1), logits_of(hybrid, ids), **_NEAR
     )
     assert all(part.past_key_values is cache for part in parts) and len(cache) == LAYERS
-    kind = StaticHybridCacheLayer if number == 2 else HybridCacheLayer
-    assert all(type(layer) is kind for layer in cache.layers)
+    assert all(type(layer) is HeadGroupsLayer for layer in cache.layers)
+    assert cache.is_compileable == (number == 2)
     own = hybrid.new_static_cache(LENGTH) if number == 2 else hybrid.new_cache()
     hybrid(ids, past_key_values=own)
     assert held_bytes(cache) == held_bytes(own)
@@ -410,7 +409,7 @@ def test_generate_continues_with_the_users_cache(hybrid: Any, assisted: bool) ->
         ids, max_new_tokens=8, do_sample=False, past_key_values=cache, **options
     )
     assert torch.equal(actual, expected)
-    assert all(isinstance(layer, HybridCacheLayer) for layer in cache.layers)
+    assert all(isinstance(layer, HeadGroupsLayer) for layer in cache.layers)
 
 
 @pytest.mark.parametrize("family", ["falcon_h1", "olmo3"])
