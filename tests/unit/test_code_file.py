@@ -275,7 +275,7 @@ def test_importing_bosch_first_registers_the_models(hybrid_dir: Path) -> None:
         "import sys; other = 'transformers.models.llama.modeling_llama'\n"
         "print('another family' if other in sys.modules else 'this family alone')"
     )
-    assert shown.splitlines() == ["7", "HybridQwen3ForCausalLM", "this family alone"]
+    assert shown.splitlines() == ["[0, 7, 0, 7]", "HybridQwen3ForCausalLM", "this family alone"]
 
 
 def test_importing_transformers_first_refuses_hybrids_until_bosch_is_imported(
