@@ -55,7 +55,12 @@ def _documents(length: int) -> Tensor:
 
 
 def tokens_sent(split: ContextSplit, window: Window | None) -> int:
-    """Token by token: the tokens that a rank's queries see and another rank holds."""
+    """Token by token: the tokens that a rank's queries see and another rank holds.
+
+    For a full head every rank gathers the whole sequence.
+    """
+    if window is None:
+        return (split.ranks - 1) * split.length
     owner = [
         min(slot // split.chunk, 2 * split.ranks - 1 - slot // split.chunk)
         for slot in range(split.length)
@@ -63,7 +68,7 @@ def tokens_sent(split: ContextSplit, window: Window | None) -> int:
     received = set()
     for query in range(split.length):
         for key in range(query + 1):
-            seen = window is None or query - key < window.size or key < window.sinks
+            seen = query - key < window.size or key < window.sinks
             if seen and owner[key] != owner[query]:
                 received.add((owner[query], key))
     return len(received)
