@@ -122,6 +122,13 @@ class HybridModelMixin:
         check_weights(pretrained_model_name_or_path, model, info)
         return (model, info) if output_loading_info else model
 
+    def add_adapter(self, adapter_config: Any, *args: Any, **kwargs: Any) -> None:
+        """transformers' method; the adapter is the hybrid's own."""
+        if adapter_config.base_model_name_or_path is None:
+            adapter_config.base_model_name_or_path = self.config.name_or_path  # type: ignore[attr-defined]
+        parent: Any = super()
+        parent.add_adapter(adapter_config, *args, **kwargs)
+
     def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' method, which does not call `load_state_dict`."""
         parent: Any = super()

@@ -123,9 +123,11 @@ class RestartPoints:
         for name, step in self._checkpoints.items():
             if step <= steps:
                 folder, record = self._checkpoint(name), self._checkpoint_record(name)
+                # Read first: the first process may remove the record once all have compared.
+                hashes = _record(record).get("sha256")
                 fault = _first_fault(self._fault(folder, record))
                 if fault is None:
-                    whole[name] = _record(record)["sha256"]
+                    whole[name] = hashes
                 elif rank() == 0:
                     logger.warning("%s is left out of the results: %s", folder, fault)
         return whole

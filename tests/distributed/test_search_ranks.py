@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SEARCH = SearchConfig(swa_ratio=0.5, window_size=WINDOW, budget_per_layer=4)
 PLUS = SearchConfig(method="bosch_plus", swa_ratio=0.5, window_size=WINDOW)
 FRONT = SearchConfig(
-    method="front", windows=[4, WINDOW], budget={"ratio": 0.5, "context": 40}, budget_per_layer=30
+    method="front", windows=[4, WINDOW], budget={"kv_cache": "0.6 @ 40"}, budget_per_layer=30
 )
 _KILLED_AT = 9
 FAMILIES = ("qwen3", "qwen3_moe", "olmo2", "phi3")
