@@ -52,7 +52,7 @@ def test_it_is_read_from_the_configuration() -> None:
 
 
 def test_losses_by_position_are_those_of_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(positions, "_CHUNK", 32)
+    monkeypatch.setattr(positions, "CHUNK", 32)
     model, ids = _model(), np.random.default_rng(0).integers(3, VOCABULARY, LENGTH)
     tokens = torch.tensor(ids)
     with torch.no_grad():

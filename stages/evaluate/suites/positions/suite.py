@@ -27,7 +27,7 @@ from stages.evaluate.tables import SuiteAnswers
 from stages.versions import installed_versions
 
 # Tokens whose logits over the vocabulary are held at once.
-_CHUNK = 1024
+CHUNK = 1024
 
 
 def edges(length: int) -> list[int]:
@@ -111,7 +111,7 @@ def token_losses(model: Any, ids: np.ndarray) -> np.ndarray:
     tokens = torch.from_numpy(ids.astype(np.int64)).to(model.device)
     states = model.get_decoder()(input_ids=tokens[None, :-1], use_cache=False).last_hidden_state[0]
     losses = []
-    for some, targets in zip(states.split(_CHUNK), tokens[1:].split(_CHUNK), strict=True):
+    for some, targets in zip(states.split(CHUNK), tokens[1:].split(CHUNK), strict=True):
         logits = answer_logits(model, some)
         refuse_nan(logits)
         losses.append(torch.nn.functional.cross_entropy(logits, targets, reduction="none").cpu())
