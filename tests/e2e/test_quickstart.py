@@ -140,7 +140,7 @@ def test_two_processes_run_the_recipe_with_a_batch_of_one_sequence(
     undisturbed: Path, tmp_path: Path
 ) -> None:
     two = ["--until", "train", "runtime.processes=2"]
-    assert "train: runs on 1 of 2 processes" in finish(undisturbed, *two, "train.batch_tokens=256")
+    assert "train: runs on 1 of 2 processes" in finish(tmp_path, *two, "train.batch_tokens=256")
     assert "runs on" not in finish(tmp_path, *two)
     assert results(tmp_path)["mask"] == results(undisturbed)["mask"]
 

@@ -184,7 +184,7 @@ def test_charts_are_interactive(browser: Any, page: Path) -> None:
     point = figure.find_elements("css selector", ".mark-symbol.role-mark path")[3]
     ActionChains(browser).move_to_element(point).perform()
     tip = wait.until(lambda _: _shown(browser, "#vg-tooltip-element"))[0]
-    assert re.search(r"original, \w+: [\d.]+ .iB", tip.text)
+    assert re.search(r"(original|hybrid) in \w+, \w+: [\d.]+ .iB", tip.text)
 
     def faded() -> int:
         points = figure.find_elements("css selector", ".mark-symbol.role-mark path")

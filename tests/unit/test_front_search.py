@@ -126,7 +126,7 @@ def test_units_of_a_failed_swap_come_last() -> None:
     choices = np.array([[0, 1, 0, 1], [1, 0, 1, 0]])
     worth = np.stack([np.ones((2, 4)), np.zeros((2, 4))], axis=2)
     moves.gradients = SimpleNamespace(at=lambda layout: worth)
-    point = Point(92, choices, Evaluation(0.0, 0.0, 0.0, 1.0, 1.0), 0.0, np.zeros((2, 4)))
+    point = Point(92, choices, Evaluation(0.0, 0.0, 0.0, 1.0), 0.0, np.zeros((2, 4)))
     moves.points = {0: point}
     for swaps in range(1, 5):
         assert (moves._swap(0) != choices).sum() == 2

@@ -27,7 +27,7 @@ from stages.prepare.stage import PrepareConfig
 from stages.rival import run as rival
 from stages.rival.stage import RivalConfig
 from stages.search.stage import SearchConfig
-from stages.train.stage import TrainConfig
+from stages.train.stage import TrainConfig, TrainingSummary
 from stages.train_rival import run as train_rival
 from tests.pipeline_case import Case, runner
 from tests.tiny_data import save_tiny_model
@@ -152,6 +152,10 @@ def test_the_last_checkpoint_of_a_trained_rival_is_scored(
     for stage in ("train", "train_rival"):
         for tokens in (5, 10):
             (tmp_path / stage / "checkpoints" / f"tokens-{tokens}").mkdir(parents=True)
+        TrainingSummary(
+            final_loss=1.0, tokens=10, steps=2, seconds=1.0, processes=1, sharding="none",
+            checkpoints={"tokens-5": 1, "tokens-10": 2},
+        ).write(tmp_path / stage)  # fmt: skip
     (tmp_path / "materialize" / "model").mkdir(parents=True)
     (tmp_path / "calibration").mkdir()
     (tmp_path / "calibration" / "needles.jsonl").touch()

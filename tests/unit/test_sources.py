@@ -156,9 +156,9 @@ def test_a_zstd_file_of_a_large_window_is_to_be_decompressed_first(tmp_path):
 def test_records_are_no_texts(tmp_path, name):
     (tmp_path / "b.txt").write_text("one")
     (tmp_path / name).write_text("a,b")
-    for attempt in (KINDS["text"].check, lambda where, path: read(Source("s", "text", path))):
+    for attempt in (KINDS["text"].check, lambda path: read(Source("s", "text", path))):
         with pytest.raises(UserError, match=f"{name} holds records, not a text"):
-            attempt("source s", str(tmp_path))
+            attempt(str(tmp_path))
     assert read(Source("s", "text", str(tmp_path / "*.txt"))) == ["one"]
 
 
@@ -464,7 +464,7 @@ def test_an_unreadable_file_of_a_source_is_refused(tmp_path, harm, what, pattern
     (tmp_path / "a.txt").write_text("one")
     harm(tmp_path / "b.txt")
     with pytest.raises(UserError, match=rf"b\.txt {what}.*; remove it"):
-        KINDS["text"].check("prepare", str(tmp_path / pattern))
+        KINDS["text"].check(str(tmp_path / pattern))
 
 
 def test_a_folder_that_cannot_be_listed_is_reported(tmp_path, monkeypatch):
@@ -480,13 +480,13 @@ def test_a_folder_that_cannot_be_listed_is_reported(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(UserError, match=r"sub cannot be listed \(Permission denied\)"):
-        KINDS["text"].check("prepare", str(tmp_path))
+        KINDS["text"].check(str(tmp_path))
 
 
 def test_a_damaged_index_is_reported(tmp_path):
     (tmp_path / "index.json").write_bytes(b"{")
     with pytest.raises(UserError, match="not an index of MDS shards"):
-        KINDS["mds"].check("prepare", str(tmp_path))
+        KINDS["mds"].check(str(tmp_path))
 
 
 @pytest.mark.parametrize("piece", [1, 2, 5, 1000])

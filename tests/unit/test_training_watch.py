@@ -201,7 +201,7 @@ def test_flops_of_a_step_are_those_of_its_heads(case: Path) -> None:
     shape = stored_shape(ModelInfo(content))
     expected = shape.training_flops(128, 32, {Window(6): 0.75})
     config = AutoConfig.from_pretrained(folder)
-    assert step_flops(config, schedule, TrainConfig(**TRAIN)) == pytest.approx({None: expected})
+    assert step_flops(config, schedule, TrainConfig(**TRAIN)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 3}}])
@@ -218,8 +218,8 @@ def test_flops_of_a_step_leave_out_frozen_weights(case: Path, lora: Any, freeze:
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, labels=ids)["loss"].backward()
     whole = training.make_schedule(TrainConfig(**TRAIN), Runtime(), 32, 1, False)
-    everything = step_flops(config, whole, TrainConfig(**TRAIN))[None]
-    left_out = everything - step_flops(config, schedule, train)[None]
+    everything = step_flops(config, whole, TrainConfig(**TRAIN))
+    left_out = everything - step_flops(config, schedule, train)
     # Below the lowest queries, keys and values no tensor has a gradient, so none passes further.
     lowest = 0.0
     if lora or freeze != "none":
@@ -229,7 +229,7 @@ def test_flops_of_a_step_leave_out_frozen_weights(case: Path, lora: Any, freeze:
     counted = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
     assert counted == pytest.approx(linear - left_out - lowest, rel=1e-3)
     taught = train.model_copy(update={"teacher": "original"})
-    more = step_flops(config, schedule, taught)[None] - step_flops(config, schedule, train)[None]
+    more = step_flops(config, schedule, taught) - step_flops(config, schedule, train)
     assert more == pytest.approx(DecoderShape.of(config).forward_flops(128, 32))
 
 
