@@ -124,7 +124,7 @@ class RestartPoints:
             if step <= steps:
                 folder, record = self._checkpoint(name), self._checkpoint_record(name)
                 # Read first: the first process may remove the record once all have compared.
-                hashes = _record(record).get("sha256")
+                hashes: Any = _record(record).get("sha256")
                 fault = _first_fault(self._fault(folder, record))
                 if fault is None:
                     whole[name] = hashes

@@ -413,6 +413,5 @@ def test_validate_loads_a_tokenizer_of_sentencepiece(
     (case.model / "tokenizer.json").unlink()
     (case.model / "tokenizer.model").write_bytes(b"no model")
     assert main(["validate", str(case.file)]) == 2
-    said = capsys.readouterr().err
-    assert f"model.path: {case.model}: no tokenizer could be loaded from here" in said
-    assert said.count("\n") == 1
+    said = capsys.readouterr().err.splitlines()  # transformers may warn before
+    assert f"model.path: {case.model}: no tokenizer could be loaded from here" in said[-1]
