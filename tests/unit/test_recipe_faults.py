@@ -415,3 +415,5 @@ def test_validate_loads_a_tokenizer_of_sentencepiece(
     assert main(["validate", str(case.file)]) == 2
     said = capsys.readouterr().err.splitlines()  # transformers may warn before
     assert f"model.path: {case.model}: no tokenizer could be loaded from here" in said[-1]
+    assert [line for line in said if line.startswith("error: ")] == said[-1:]
+    assert not any("Traceback" in line for line in said)
