@@ -12,6 +12,7 @@ original's (fewer tokens of a document say little), and the cache is a quarter a
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -110,4 +111,10 @@ def main(folder: Path, seeds: list[int]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), [int(seed) for seed in sys.argv[2:]] or SEEDS))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("seeds", type=int, nargs="*", default=SEEDS)
+    options = parser.parse_args()
+    sys.exit(main(options.folder, options.seeds))
