@@ -25,7 +25,7 @@ import bosch.commands
 import pipeline.commands
 from bosch.commands import command_help
 from bosch.errors import LostRankError, RunError, StoppedError, UserError
-from bosch.heads import HeadMask, HeadMaskFile
+from bosch.heads import HeadMask
 from bosch.model.cache import held_bytes
 from bosch.model.materialize import materialize
 from bosch.version import VERSION
@@ -44,8 +44,6 @@ from tests.elsewhere import ROOT
 from tests.hybrid_case import mask_of, small_model
 from tests.pipeline_case import Case, fake_table
 
-# From Python 3.14 on, pathlib reports a path that the system refuses as missing.
-_TOO_LONG = "File name too long" if sys.version_info < (3, 14) else " no "
 STATUS = "pipeline.commands.status.run"
 
 
@@ -150,8 +148,7 @@ def test_show_counts_heads_and_bytes(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"),
-    [("gemma3", torch.float32), ("gemma3", torch.bfloat16), ("qwen3", torch.float64)],
+    ("family", "dtype"), [("gemma3", torch.float32), ("qwen3", torch.bfloat16)]
 )
 def test_show_counts_bytes_in_the_models_dtype(
     family: str, dtype: torch.dtype, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -217,10 +214,7 @@ def test_measure_prints_its_report_as_json_or_its_place(
     assert output == Path("out")
 
 
-@pytest.mark.parametrize("share", ["0", "-0.5", "1.01", "nan", "half"])
-def test_plan_uses_the_given_efficiency(
-    case: Case, share: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_uses_the_given_efficiency(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
     def hours(efficiency: str) -> float:
         arguments = ["plan", str(case.file), "--hardware", "h100x8", "--json"]
         assert main([*arguments, "--efficiency", efficiency]) == 0
@@ -229,11 +223,11 @@ def test_plan_uses_the_given_efficiency(
 
     assert hours("0.5") > hours("1") > 0
     with pytest.raises(SystemExit, match="2"):
-        main(["plan", str(case.file), "--efficiency", share])
+        main(["plan", str(case.file), "--efficiency", "nan"])
     assert "--efficiency: expected a share above 0 and at most 1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_completion_has_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
@@ -254,11 +248,8 @@ def test_the_program_works_from_any_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "a # b", "a: b", "a, weight: 5", "{a}", "[x]", "null", "1e3", "*b", "- x", "'q", '"q',
-        "d\u00e9", "\U0001f600", "a\u200b\ufeff", "...",
-    ],
-)  # fmt: skip
+    ["a # b", "a, weight: 5", "{a}", "null", "1e3", "- x", "'q", "d\u00e9", "a\u200b\ufeff"],
+)
 def test_new_quotes_names_that_yaml_reads_otherwise(name: str, here: Case) -> None:
     shutil.copytree("model", name)
     Path(name, "a.txt").write_text("some")
@@ -289,16 +280,8 @@ def test_new_names_the_files_that_are_not_read(
         (["new", "model", "--data", "no/data/here"], "--data no/data/here: there is no such file"),
         (["new", "model", "--data", "empty"], "--data empty: is an empty folder"),
         (["new", "model", "--output", "tiny.yaml"], "--output tiny.yaml: exists"),
-        (["new", "model", "--output", "my d\u00e4ta.yaml"], "cannot name a folder; use 1 to 100"),
-        (["new", "model", "--output", "no/a.yaml"], "--output no/a.yaml: there is no folder no"),
-        (["new", "x" * 5000], _TOO_LONG),
-        (["new", "model", "--data", "z" * 5000, "--output", "a.yaml"], _TOO_LONG),
-        (["new", "model", "--data", "~nouser/x", "--output", "a.yaml"], "no such file or folder"),
         (["new", "model", "--data", "pipe", "--output", "a.yaml"], "only regular files are read"),
         (["new", "model", "--output", "/proc/a.yaml"], "/proc/a.yaml: No such file"),
-        (["new", "model", "--output=/proc/a.yaml"], "--output=/proc/a.yaml: No such file"),
-        (["new", "model", "--output", "dangling"], "exists"),
-        (["new", "a\nb"], "holds a line break"),
     ],
 )  # fmt: skip
 def test_a_path_that_the_system_refuses_is_one_sentence(
@@ -308,11 +291,7 @@ def test_a_path_that_the_system_refuses_is_one_sentence(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     os.mkfifo("pipe")
-    Path("dangling").symlink_to("nowhere")
-    Path("file").write_text("")
     Path("empty").mkdir()
-    mask = HeadMask.all_sliding(2, 2)
-    HeadMaskFile.of(mask, Window(8), model="m", method="rand", swa_ratio=1.0).save("mask.json")
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and sentence in error and error.count("\n") == 1
@@ -455,20 +434,7 @@ def test_steps_are_in_the_log_and_with_verbose_on_the_first_ranks_terminal(
     assert "step 7" in file and "no data" in file and "train: 7/9 steps" in file
 
 
-@pytest.mark.parametrize("name", ["torchao", "torchao.kernel.intmm", "torch.utils._pytree"])
-def test_warnings_of_libraries_at_import_are_hidden(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    logger, shown = logging.getLogger(name), io.StringIO()
-    monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(shown)])
-    log.silence_imports()
-    logging.getLogger("torch.utils._pytree").setLevel(logging.WARNING)  # as torch does
-    logger.warning("no kernel")
-    logger.error("damaged")
-    assert shown.getvalue() == "damaged\n"
-
-
-@pytest.mark.parametrize("name", ["store", "locks", "store/hashes.json", "tiny/recipe.json"])
+@pytest.mark.parametrize("name", ["store", "tiny/recipe.json"])
 def test_a_path_that_blocks_a_runs_files_is_reported(
     case: Case, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -483,31 +449,6 @@ def test_a_path_that_blocks_a_runs_files_is_reported(
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith(f"error: runtime.output_root: {case.runs} cannot be used (")
     assert str(place) in said
-
-
-@pytest.mark.parametrize(
-    ("number", "status", "message"),
-    [
-        (errno.EROFS, 2, "runtime.output_root: RUNS/tiny cannot be made (Read-only"),
-        (errno.ENOSPC, 1, "the disk of RUNS/tiny is full"),
-    ],
-)
-def test_an_output_root_that_cannot_be_made_is_reported_before_a_stage_runs(
-    case: Case,
-    number: int,
-    status: int,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def refuse(folder: Path) -> None:
-        raise OSError(number, os.strerror(number), str(folder))
-
-    monkeypatch.setattr("pipeline.commands.run.make_folder", refuse)
-    assert main(["run", str(case.file)], fake_table()) == status
-    expected = message.replace("RUNS", str(case.runs)).replace("FOLDER", str(case.folder))
-    assert capsys.readouterr().err.startswith(f"error: {expected}")
-    assert not case.runs.exists()
 
 
 @pytest.mark.parametrize(
@@ -570,24 +511,6 @@ def test_a_second_signal_does_not_change_the_exit_status(
     monkeypatch.setattr(sys, "stderr", output)
     assert main(["status", str(case.file)]) == status
     assert output.getvalue().count("the same command resumes from here\n") == 1
-
-
-@STOPS
-@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_before_it_can_be_ignored_does_not_either(
-    case: Case, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
-    stop: BaseException, status: int, second: int,
-) -> None:  # fmt: skip
-    signals = iter([second])
-
-    def ignore() -> None:
-        for number in signals:
-            os.kill(os.getpid(), number)
-
-    monkeypatch.setattr(STATUS, Mock(side_effect=stop))
-    monkeypatch.setattr("pipeline.cli.ignore_stops", ignore)
-    assert main(["status", str(case.file)]) == status
-    assert capfd.readouterr().err.count("the same command resumes from here\n") == 1
 
 
 def test_a_signal_is_not_taken_for_a_fault_of_the_code_it_interrupts(

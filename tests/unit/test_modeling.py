@@ -490,3 +490,16 @@ def test_materialising_holds_one_model_and_one_file(tmp_path: Path) -> None:
         save_model(hybrid, tmp_path, f"{file // 2**20}MB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     assert sum(weights) + layer <= held.peak <= held.before + 2 * file + small
+
+
+def test_a_loaded_model_does_not_change_with_its_file(tmp_path: Path) -> None:
+    """On the CPU safetensors maps the file, buffers too; a search reads its weights for days."""
+    small_model("glm4_moe").save_pretrained(tmp_path)
+    model = load_model(tmp_path, dtype="float32", device="cpu")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    weights = tmp_path / "model.safetensors"
+    with weights.open("r+b") as file:
+        first = 8 + int.from_bytes(file.read(8), "little")
+        file.seek(first)
+        file.write(b"x" * (weights.stat().st_size - first))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

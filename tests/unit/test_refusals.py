@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from bosch.errors import UserError
+from bosch.heads import HeadMask, HeadMaskFile
+from bosch.model.loading import load_model
+from bosch.model.materialize import materialize
+from bosch.model.search_mode import apply_head_mask, mask_shape, prepare_for_search
+from bosch.window import Window
 from pipeline.cli import main
 from pipeline.recipe.load import load_recipe
+from tests.hybrid_case import mask_of, small_model, tokens
 from tests.pipeline_case import Case
 
 FRONT = "search.method=front"
@@ -222,6 +234,12 @@ MODELS = [
     ({"attention_dropout": 0.1}, ("runtime.attention=flex",), "runtime.attention", "dropout"),
     ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, ("evaluate.needle.yarn={512: 2}",),
      "evaluate.needle.yarn", "stretched"),
+    ({"rope_scaling": {"type": "llama3", "factor": 8}}, ("evaluate.needle.yarn={512: 2}",),
+     "evaluate.needle.yarn", "scales RoPE already"),
+    ({"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+     ("evaluate.needle.yarn={512: 2}",), "evaluate.needle.yarn", "several kinds"),
+    ({"model_type": "phimoe"}, ("evaluate.needle.yarn={512: 2}",), "evaluate.needle.yarn",
+     "have no YaRN"),
 ]  # fmt: skip
 
 
@@ -239,6 +257,79 @@ def test_a_model_is_refused_for_what_it_lacks(
     case.change_config(**config)
     fault = case.fault(*changes)
     assert fault.startswith(f"{field}: ") and word in fault and "\n" not in fault
+
+
+# Changes of a head_mask.json, and a telling word.
+MASKS = [
+    ({"format": 3}, "this version reads formats"),
+    ({"swa_kv_heads": [[0, 1]]}, "num_layers"),
+    ({"swa_kv_heads": [[0, 9], []]}, "KV head 9"),
+    ({"window_size": "16"}, "window_size"),
+    ({"sinks": 2**31}, "fewer than 2^31 in all"),
+    ({"swa_ratio": float("nan")}, "swa_ratio is nan"),
+]
+
+
+@pytest.mark.parametrize(("change", "word"), MASKS)
+def test_a_damaged_mask_is_refused(change: dict[str, object], word: str, tmp_path: Path) -> None:
+    mask, path = HeadMask.from_swa_kv_heads([[0, 1], [2, 3]], 4), tmp_path / "head_mask.json"
+    file = HeadMaskFile.of(mask, [Window(16)], model="base", method="bosch", swa_ratio=0.5)
+    path.write_text(json.dumps({**file.content, **change}))
+    with pytest.raises(UserError) as caught:
+        HeadMaskFile.load(path)
+    assert str(path) in str(caught.value) and word in str(caught.value)
+
+
+_ROWS = [[0, 7, 7, 9], [0, 0, 7, 9]]
+# Changes of the config.json of a hybrid of olmo3, and a telling word; a None is a missing field.
+HYBRIDS: list[tuple[dict[str, Any], str]] = [
+    ({"hybrid_attention": None}, "hybrid_attention is damaged"),
+    ({"hybrid_attention": {"windows": _ROWS, "sinks": -1}}, "sinks"),
+    ({"hybrid_attention": {"windows": [[0, "7", 0, 0], *_ROWS[1:]], "sinks": 0}}, "found '7'"),
+    ({"hybrid_attention": {"windows": _ROWS[:1], "sinks": 0}}, "rows of 4 heads"),
+    # The family's own would be another model's.
+    ({"layer_types": None}, "layer_types"),
+    ({"layer_types": ["full_attention"]}, "layer_types"),
+]
+
+
+@pytest.mark.parametrize(("change", "word"), HYBRIDS)
+def test_a_damaged_hybrid_is_refused(change: dict[str, Any], word: str, tmp_path: Path) -> None:
+    base = small_model("olmo3")
+    materialize(base, mask_of(base.config), Window(7)).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    content = json.loads(path.read_text()) | change
+    path.write_text(json.dumps({key: v for key, v in content.items() if v is not None}))
+    for load in (load_model, AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(UserError) as caught:
+            load(tmp_path)
+        assert str(tmp_path) in str(caught.value) and word in str(caught.value)
+
+
+def test_a_model_refuses_what_would_change_its_attention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, other = small_model(), small_model("olmo3")
+    layers, heads = mask_shape(base.config)
+    hybrid = materialize(base, mask_of(base.config), Window(7))
+    hybrid.save_pretrained(tmp_path)
+    for use in (apply_head_mask, materialize):
+        for mask, window, said in (
+            (HeadMask.all_sliding(layers, 2 * heads), Window(7), f"of {2 * heads} KV heads"),
+            (mask_of(base.config), Window(400, 112), "is 400 with 112 sinks"),
+        ):
+            with pytest.raises(UserError, match=said):
+                use(base, mask, window)
+    prepare_for_search(other)
+    for model in (hybrid, other):
+        with pytest.raises(ValueError, match=r"takes a 2-D attention mask .* not a 3-D one"):
+            model(tokens(2, 12), attention_mask=torch.ones(2, 12, 12))
+    with pytest.raises(UserError, match="'triton"):
+        load_model(tmp_path, backend="triton")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for options in ({"tp_plan": "auto"}, {"distributed_config": {"tp_size": 2}}):
+        with pytest.raises(UserError, match="cannot be split over processes"):
+            AutoModelForCausalLM.from_pretrained(tmp_path, **options)
 
 
 def test_a_length_without_room_for_a_chat_template_is_refused(case: Case) -> None:
