@@ -53,6 +53,9 @@ class Runtime(Section):
     """What `bosch plan` plans for, like h100x16; default: this machine's GPUs or cores."""
     processes: ProcessesOrAuto = "auto"
     """Processes per node of a distributed stage: auto is one per GPU, or 1."""
+    device_map: Literal["none", "auto"] = "none"
+    """auto: search, materialize, original and evaluate run in one process per node, which spreads
+    the model's layers over its GPUs; for a model that one GPU does not hold."""
     data_workers: ProcessesOrAuto = "auto"
     """Tokenising processes."""
     micro_batch_size: BatchSize | Literal["auto"] = "auto"
@@ -96,6 +99,10 @@ class Runtime(Section):
     together; then a process counts as lost."""
     log_level: Literal["debug", "info", "warning"] = "info"
     """Lowest severity that is logged."""
+
+    def place(self, device: Any) -> Any:
+        """Where a stage that does not train loads its model: `device`, or all GPUs."""
+        return device if self.device_map == "none" else self.device_map
 
 
 AnySection = TypeVar("AnySection", bound=Section)

@@ -203,6 +203,12 @@ class LoadedRecipe:
         return Path(self.recipe.runtime.output_root)
 
 
+def model_processes(loaded: LoadedRecipe) -> int:
+    """Processes per node of a stage in which each process holds the whole model."""
+    spread = loaded.recipe.runtime.device_map != "none"
+    return 1 if spread else loaded.world.processes_per_node
+
+
 def position_faults(loaded: LoadedRecipe, path: str, length: int) -> Iterator[Fault]:
     """A fault if sequences of the length at `path` are too long for the model."""
     if loaded.positions is not None and length > loaded.positions:

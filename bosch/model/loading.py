@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ def load_model(
     *,
     dtype: str | torch.dtype = "bfloat16",
     backend: str = "auto",
-    device: str | torch.device | None = None,
+    device: str | torch.device | Mapping[str, Any] | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
     config: Any = None,
@@ -80,6 +80,7 @@ def load_model(
 
     `backend` is that of the hybrid attention; an ordinary model keeps transformers' own attention
     until `prepare_for_search`. `dtype` is "float32", "bfloat16", "float16" or a torch dtype.
+    `device` "auto" spreads layers over all GPUs, a mapping as it says (accelerate's `device_map`).
     `config` replaces the directory's own, for the same weights in another head layout.
     Without `weights` the parameters are on the meta device and take no memory.
     Raises UserError when the directory, its weights or its head layout are missing or damaged.
@@ -95,7 +96,11 @@ def load_model(
         return _empty_model(config, options)
     if os.path.isdir(name):
         check_faults(weight_faults(Path(name)))
-    kind = None if device is None else torch.device(device).type
+    kind = None
+    if device == "auto" or isinstance(device, Mapping):
+        options["device_map"], device = device, None
+    elif device is not None:
+        kind = torch.device(device).type
     if kind == "meta" or (kind == "cuda" and importlib.util.find_spec("accelerate") is not None):
         # Weight by weight onto the GPU; else each process would hold the model in host memory. On
         # the meta device only the headers of the files are read.

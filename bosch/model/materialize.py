@@ -82,12 +82,17 @@ def _hybrid(model: Any, table: dict[str, Any], order: HeadOrder, take_weights: b
     device = model.device  # that of the first weight, which is moved first
     for name, weight in permute_heads(model, order):
         # Keep its dtype: transformers keeps some weights of a bf16 model in float32.
-        moved = weight.to(device, copy=not take_weights)
-        _replace(hybrid, name, moved)
+        _replace(hybrid, name, weight if take_weights else weight.clone())
         if take_weights:
             _replace(model, name, weight.to("meta"))
     hybrid.tie_weights()
-    hybrid.to(device)
+    if hasattr(model, "_hf_hook"):
+        from accelerate import dispatch_model  # it is there, since it spread the model
+
+        skipped = model._skip_keys_device_placement
+        dispatch_model(hybrid, model.hf_device_map, skip_keys=skipped, force_hooks=True)
+    else:
+        hybrid.to(device)
     # Includes the flag with which transformers saves generation settings that it finds odd.
     hybrid.generation_config = deepcopy(model.generation_config)
     return hybrid.eval()

@@ -52,6 +52,7 @@ def equal_but_rounding(expected: Tensor, actual: Tensor, dtype: torch.dtype) -> 
 
     Numbers that are not finite must be in the same places.
     """
+    actual = actual.to(expected.device)
     finite = expected.isfinite()
     if not torch.equal(finite, actual.isfinite()):
         return False

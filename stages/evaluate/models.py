@@ -229,10 +229,10 @@ def load_evaluated(
 ) -> Any:
     """Load a model in the precision and backend of the evaluation, as a hybrid if it has a mask."""
     model, mask = evaluated.model, evaluated.mask
+    runtime = config.runtime
     loaded = load_model(
-        model.path, backend=config.runtime.attention, device=device,
-        **model.loading,
-    )  # fmt: skip
+        model.path, backend=runtime.attention, device=runtime.place(device), **model.loading
+    )
     if mask is None:
         return loaded
     hybrid = materialize(loaded, mask.mask, mask.windows, take_weights=True)

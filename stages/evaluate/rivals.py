@@ -70,7 +70,9 @@ def rival_masks(
     """
     section = config.upstream_section(SearchConfig)
     calibration = CalibrationSet.load(search / EXAMPLES)
-    model = load_model(config.model.path, device=device, **config.model.loading)
+    model = load_model(
+        config.model.path, device=config.runtime.place(device), **config.model.loading
+    )
     window, ratio = searched.windows[0], searched.swa_ratio
     if len(searched.windows) > 1:
         kinds = decoder_layers(model.config)

@@ -16,7 +16,7 @@ from stages.evaluate.suites import SUITES
 from stages.evaluate.suites.harness import HarnessEvaluation
 from stages.faults import Fault
 from stages.fields import Flag, Section, different
-from stages.stage import LoadedRecipe, Recipe, Stage
+from stages.stage import LoadedRecipe, Recipe, Stage, model_processes
 
 
 class _Prompts(Section):
@@ -106,6 +106,7 @@ STAGE = Stage(
     needs=("prepare", "search", "materialize", "train", "train_rival", "original"),
     model="weights",
     distributed=True,
+    processes=model_processes,
     checks=_faults,
     missing=_missing,
     slow_checks="stages.evaluate.stage:slow_faults",

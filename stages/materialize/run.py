@@ -60,7 +60,7 @@ def run(
     """
     import torch
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = config.runtime.place("cuda" if torch.cuda.is_available() else "cpu")
     section = config.section
     mask_path, front = inputs["search"] / HEAD_MASK, None
     base = _load_base(config, device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stages.evaluate.stage import EvaluateConfig
-from stages.stage import Stage
+from stages.stage import Stage, model_processes
 
 STAGE = Stage(
     "original",
@@ -13,5 +13,6 @@ STAGE = Stage(
     after=("materialize",),
     model="weights",
     distributed=True,
+    processes=model_processes,
     cost="stages.evaluate.cost:original",
 )

@@ -114,8 +114,10 @@ def _objective(
     config: StageConfig[SearchConfig], prepared: Path, work_dir: Path, ranks: Ranks
 ) -> tuple[Objective, list[str]]:
     """The objective on the model's own answers, and notes about them."""
-    section, held_out = config.section, None
-    model = load_model(config.model.path, device=ranks.device, **config.model.loading)
+    section, runtime, held_out = config.section, config.runtime, None
+    model = load_model(
+        config.model.path, device=runtime.place(ranks.device), **config.model.loading
+    )
     calibration, notes = calibration_set(config, prepared, work_dir, model, ranks)
     if METHODS[section.method].finds_front:
         calibration, held_out = calibration.split(HELD_OUT_EVERY)

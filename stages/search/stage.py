@@ -26,7 +26,7 @@ from stages.inputs import Hasher, Input
 from stages.prepare.stage import PrepareConfig
 from stages.published import Record, Summary
 from stages.search.budget import Budget, RequestCache, sliding_ratio
-from stages.stage import LoadedRecipe, ModelInfo, Recipe, Stage
+from stages.stage import LoadedRecipe, ModelInfo, Recipe, Stage, model_processes
 
 
 def _mask_file(_search: SearchConfig, path: str | None, hasher: Hasher) -> str | None:
@@ -351,6 +351,7 @@ STAGE = Stage(
     needs=("prepare",),
     model="weights",
     distributed=True,
+    processes=model_processes,
     completed=SearchConfig.completed,
     checks=_faults,
     cost="stages.search.cost:cost",

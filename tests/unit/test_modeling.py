@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import bosch
-from bosch.attention import AttentionContext
+from bosch.attention import AttentionContext, HeadLayout
 from bosch.errors import UserError
 from bosch.heads import HeadMask
 from bosch.model.families import family_of
@@ -25,8 +26,10 @@ from bosch.model.interface import (
     layouts_of,
 )
 from bosch.model.loading import load_config, load_model
-from bosch.model.materialize import materialize
+from bosch.model.materialize import check_hybrid, materialize
 from bosch.model.search_mode import apply_head_mask, head_mask, prepare_for_search
+from bosch.objective.batches import Batch
+from bosch.objective.gate_gradients import gate_gradients
 from bosch.objective.patching import replace_attention
 from bosch.window import Window
 from stages.train.checkpoint import save_model
@@ -403,6 +406,29 @@ def test_weights_go_to_a_gpu_without_a_copy_in_host_memory(
     assert [options.get("device_map") for options in calls] == [
         {"": torch.device("cuda", 1)}, None,
     ]  # fmt: skip
+
+
+def test_a_model_spread_over_devices_computes_what_it_does_on_one(tmp_path: Path) -> None:
+    """Logits in search and deploy mode, and the gradient of the gates, with accelerate's hooks."""
+    small_model().save_pretrained(tmp_path)
+    names = ("embed_tokens", "rotary_emb", "norm", *(f"layers.{n}" for n in range(LAYERS)))
+    device_map = dict.fromkeys((*(f"model.{name}" for name in names), "lm_head"), "cpu")
+    spread = load_model(tmp_path, dtype="float32", device=device_map)
+    dispatch_model(spread, device_map, force_hooks=True)
+    whole = load_model(tmp_path, dtype="float32", device="cpu")
+    mask, ids, kinds = mask_of(whole.config), tokens(2, 20), (None, Window(WINDOW))
+    layouts = [HeadLayout.search([kind] * KV_HEADS) for kind in kinds]
+    rows = torch.arange(2)
+    batch = Batch(rows, ids, rows, torch.tensor([18, 18]), torch.tensor([3, 4]))
+    results = []
+    for model in (spread, whole):
+        check_hybrid(model, ids)
+        apply_head_mask(model, mask, Window(WINDOW))
+        result = [logits_of(model, ids), gate_gradients(model, batch, mask, layouts)]
+        hybrid = materialize(model, mask, Window(WINDOW))
+        assert hasattr(hybrid.model.norm, "_hf_hook") == (model is spread)
+        results.append([*result, logits_of(hybrid, ids), hybrid.generate(ids, max_new_tokens=4)])
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gpt_oss", "gemma2", "glm4_moe"])

@@ -27,7 +27,7 @@ from pipeline.run.store import Store
 from pipeline.run.worker import execute
 from stages.context import StageConfig
 from stages.published import Manifest
-from stages.stage import LoadedRecipe, World
+from stages.stage import LoadedRecipe, World, model_processes
 from tests import fake_stages
 from tests.pipeline_case import Case, fake_table, in_process, lose, runner
 
@@ -516,6 +516,8 @@ def test_training_runs_on_the_processes_that_can_share_a_batch(
     Runner(loaded, RunOptions(until="train"), launched).run()
     assert started["train"] == 2 and started["search"] == 1
     assert "train: runs on 2 of 3 processes" in capsys.readouterr().out
+    spread = load(case, "runtime.device_map=auto", distributed=True, processes_per_node=3)
+    assert (model_processes(loaded), model_processes(spread)) == (3, 1)
 
 
 def test_another_node_ends_if_the_first_one_fails_or_never_comes(case: Case) -> None:
