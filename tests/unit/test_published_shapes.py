@@ -25,6 +25,7 @@ PARAMETERS = {
     "Qwen/Qwen3-14B-Base": 14_768_307_200,
     "Qwen/Qwen3-30B-A3B-Base": 30_532_122_624,
     "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008,
 }
 
 

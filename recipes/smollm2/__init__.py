@@ -1,0 +1,1 @@
+"""SmolLM2-135M-Instruct for a machine without the hub."""
