@@ -3,11 +3,10 @@
     python -m studies.quickstart FOLDER [SEED ...]
 
 Runs the recipe as it is with each seed (finished stages in FOLDER are used), prints a row per seed
-and fails unless in each of them the rule loses at least 10 points, the search's hybrid is ahead of
-the rule's by more than the 95 % interval of their paired difference, before training and after the
-same tokens, training brings back at least 80 % of what it loses by more than its interval and makes
-its loss in text smaller, which then is from token 16 on at no position more than 0.1 nats above the
-original's (fewer tokens of a document say little), and the cache is a quarter at most.
+and fails unless in each of them training brings back at least 80 % of what the hybrid loses by more
+than its interval and makes its loss in text smaller, which then is from token 16 on at no position
+more than 0.1 nats above the original's (fewer tokens of a document say little), and the cache is a
+quarter at most.
 """
 
 from __future__ import annotations
@@ -19,16 +18,15 @@ import sys
 from pathlib import Path
 
 from pipeline.recipe.load import ROOT
-from stages.evaluate.scores import HYBRID, ORIGINAL, Scores, SuiteScores, named_rival
-from stages.report.decision import overall
-from stages.report.results import Results, is_rival, load_results
+from stages.evaluate.scores import HYBRID, ORIGINAL, Scores, SuiteScores
+from stages.report.results import Results, load_results
 
 RECIPE = "recipes/quickstart.yaml"
 SEEDS = [42, 43, 44]
-MIN_LOSS, MIN_RECOVERY, LARGEST_CACHE, LARGEST_LOSS = 10.0, 0.8, 0.25, 0.1
+MIN_RECOVERY, LARGEST_CACHE, LARGEST_LOSS = 0.8, 0.25, 0.1
 FIRST = 16
 STAGES = (
-    "prepare", "search", "materialize", "train", "original", "rival", "train_rival", "evaluate"
+    "prepare", "search", "materialize", "train", "original", "evaluate"
 )  # fmt: skip
 
 
@@ -45,18 +43,9 @@ def faults(results: Results) -> list[str]:
     """The claims that the results do not show."""
     scores, final = results.scores, final_model(results)
     original, trained = _needle(scores, ORIGINAL), _needle(scores, final)
-    untrained, rivals = _needle(scores, HYBRID), list(filter(is_rival, results.models))
+    untrained = _needle(scores, HYBRID)
     lost = original.average - untrained.average
     sentences = []
-    for rival in rivals:
-        is_trained = named_rival(rival) is not None
-        if not is_trained and original.average - _needle(scores, rival).average < MIN_LOSS:
-            sentences.append(f"{rival} loses less than {MIN_LOSS:g} points")
-        found = overall(results, final if is_trained else HYBRID, rival)
-        if found is None or found[1].difference_low <= 0:
-            sentences.append(f"the search is not ahead of {rival} by more than the interval")
-    if len(rivals) < 2:
-        sentences.append("the rule was not trained")
     against = untrained.against_original
     recovered = trained.average - untrained.average
     if against.difference_high < 0 and recovered < MIN_RECOVERY * lost:

@@ -40,11 +40,9 @@ SAMPLES = 200
 BYTES_PER_HEAD = 128
 AVERAGES = {
     ORIGINAL: 97.5,
-    "intr": 12.0,
     HYBRID: 31.0,
     "tokens-1000000": 78.5,
     "tokens-4000000": 96.0,
-    "intr-tokens-4000000": 5.0,
 }
 CORPUS = {"name": "pydoc topics of Python 3", "words": 70_000, "sha256": "c" * 64}
 
@@ -55,7 +53,7 @@ def publish(
     """Write one directory per stage below `root`, except for those in `without`."""
     rng = random.Random(0)
     checkpoints = () if "train" in without else ("tokens-1000000", "tokens-4000000")
-    evaluated = (ORIGINAL, "intr", HYBRID, *checkpoints)
+    evaluated = (ORIGINAL, HYBRID, *checkpoints)
     writers = {
         "prepare": _prepare,
         "search": lambda folder: _search(folder, layers, heads, rng),
@@ -95,7 +93,7 @@ def publish_front(root: Path) -> dict[str, Path]:
     A search by swaps, two windows, a suite of prompts, and no checkpoints.
     """
     inputs = publish(root, without=("train",))
-    evaluate(inputs["evaluate"], ORIGINAL, "intr", HYBRID)
+    evaluate(inputs["evaluate"], ORIGINAL, HYBRID)
     front = nested_front(6, 8, (Window(128), Window(32)), context=2048, chosen=2)
     points = [
         replace(point, bytes=BYTES_PER_HEAD * point.kv_slots, held_out_score=point.score,

@@ -97,7 +97,8 @@ def find_mask(name: str, evaluator: Evaluator, settings: SearchSettings) -> Sear
     elif method.kind == "file":
         mask = method.load()(scorer, settings)
     else:
-        mask = _rule_mask(method, evaluator.shape, settings)
+        shape, ratio = evaluator.shape, settings.swa_ratio
+        mask = method.load()(*shape, ratio, **_read_settings(method, settings))
     return _measured(evaluator, mask, anchors)
 
 
@@ -130,22 +131,6 @@ def static_mask(
         raise RunError(f"{name} gives scores that are not finite: {remedy(model)}")
     granularity = settings.head_granularity
     return rank_units(scores, heads, settings.swa_ratio, method.most_local, granularity)
-
-
-def unsearched_mask(
-    name: str, model: Any, calibration: CalibrationSet, window_size: int, settings: SearchSettings
-) -> HeadMask:
-    """Mask of a layer rule or static ranking, unmeasured; raises as `static_mask`, or UserError."""
-    method, shape, granularity = METHODS[name], mask_shape(model.config), settings.head_granularity
-    check_granularity(*shape, settings.swa_ratio, granularity)
-    if method.kind == "ranking":
-        return static_mask(name, model, calibration, window_size, settings).mask
-    units = Units.of_neighbours(*shape, granularity)
-    return units.head_mask(_rule_mask(method, units.shape, settings))
-
-
-def _rule_mask(method: Method, shape: tuple[int, int], settings: SearchSettings) -> HeadMask:
-    return method.load()(*shape, settings.swa_ratio, **_read_settings(method, settings))
 
 
 def _read_settings(method: Method, settings: SearchSettings) -> dict[str, Any]:

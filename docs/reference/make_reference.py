@@ -47,7 +47,7 @@ stages/*/stage.py. -->
 
 A recipe is one YAML file. A key that is not listed here is refused.
 With `# yaml-language-server: $schema=…/docs/reference/recipe.schema.json` as its first line, an
-editor completes keys and checks values. The sections `train`, `evaluate`, `measure` and `rival` may
+editor completes keys and checks values. The sections `train`, `evaluate` and `measure` may
 be left out; their stages then do not run. Any value can be replaced on the command line by its
 dotted path, as in `search.swa_ratio=0.5` or `prepare.sources.0.weight=2`.
 

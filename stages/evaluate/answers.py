@@ -19,15 +19,13 @@ from stages.context import ModelConfig
 if TYPE_CHECKING:
     from lm_eval.config.group import AggMetricConfig
 
-    from bosch.heads import HeadMaskFile
-
 Answers = dict[int, dict[str, Any]]
 _FILE_NAME = re.compile(r"\w[\w. :+-]{0,99}", re.ASCII)
 
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """A model to evaluate, as a hybrid under `mask` if one is given.
+    """A model to evaluate.
 
     Answers of an unfinished evaluation are used again only for a model with the same `identity`.
     """
@@ -35,7 +33,6 @@ class EvaluatedModel:
     name: str
     model: ModelConfig
     identity: str | None = None
-    mask: HeadMaskFile | None = None
 
 
 @dataclass(frozen=True)

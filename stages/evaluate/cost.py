@@ -11,7 +11,6 @@ from stages.cost import BYTES, EFFICIENCY, Cost, Devices
 from stages.evaluate.section import Work
 from stages.evaluate.stage import EvaluateConfig
 from stages.formats import counted
-from stages.rival.stage import RivalConfig
 from stages.search.stage import SearchConfig
 from stages.shape import shape_of
 from stages.stage import LoadedRecipe
@@ -33,21 +32,15 @@ def original(loaded: LoadedRecipe, devices: Devices) -> Cost:
 
 
 def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
-    """The answers of the hybrid, its checkpoints and its rivals."""
+    """The answers of the hybrid, and its checkpoints."""
     recipe, shape = loaded.recipe, shape_of(loaded)
-    evaluate, search, train = recipe[EvaluateConfig], recipe[SearchConfig], recipe.get(TrainConfig)
+    search, train = recipe[SearchConfig], recipe.get(TrainConfig)
     checkpoints = len(train.checkpoint_steps) if train is not None else 0
-    untrained = 1 + len(evaluate.rivals)
-    trained_rival = recipe.get(RivalConfig) is not None
-    chosen_layout = search.kv_heads(shape.kinds, recipe.model.dtype)
-    layouts: list[Layout] = [chosen_layout] * (untrained + checkpoints + trained_rival)
-    models = ["the hybrid"]
-    models += [counted(checkpoints, "checkpoint")] * (checkpoints > 0)
-    models += [counted(untrained - 1, "rival")] * (untrained > 1)
-    models += ["the trained rival"] * trained_rival
-    *others, last = models
-    text = f" each for {', '.join(others)} and {last}" if others else f" for {last}"
-    return _cost(loaded, devices, layouts, text)
+    layout = search.kv_heads(shape.kinds, recipe.model.dtype)
+    text = " for the hybrid"
+    if checkpoints:
+        text = f" each{text} and {counted(checkpoints, 'checkpoint')}"
+    return _cost(loaded, devices, [layout] * (1 + checkpoints), text)
 
 
 def _cost(loaded: LoadedRecipe, devices: Devices, layouts: Sequence[Layout], models: str) -> Cost:

@@ -15,12 +15,10 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
-from bosch.backends import resolve_backend
 from bosch.errors import RunError, UserError
 from bosch.files import file_hashes, remove
 from bosch.model.families import max_positions, text_config
 from bosch.model.loading import load_config, load_model
-from bosch.model.materialize import materialize
 from bosch.progress import progress
 from bosch.ranks import partners_alive
 from data_prep.documents.calibration import CalibrationNeedles
@@ -227,17 +225,11 @@ def _failed_models(
 def load_evaluated(
     config: StageConfig[EvaluateConfig], evaluated: EvaluatedModel, device: torch.device
 ) -> Any:
-    """Load a model in the precision and backend of the evaluation, as a hybrid if it has a mask."""
-    model, mask = evaluated.model, evaluated.mask
-    runtime = config.runtime
-    loaded = load_model(
+    """Load a model in the precision and backend of the evaluation."""
+    model, runtime = evaluated.model, config.runtime
+    return load_model(
         model.path, backend=runtime.attention, device=runtime.place(device), **model.loading
     )
-    if mask is None:
-        return loaded
-    hybrid = materialize(loaded, mask.mask, mask.windows, take_weights=True)
-    hybrid.set_attn_implementation(resolve_backend(config.runtime.attention))
-    return hybrid
 
 
 def write_tables(

@@ -7,20 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from bosch.files import exists
-from bosch.heads import HeadMaskFile
 from data_prep.documents.calibration import CalibrationNeedles
 from data_prep.documents.tokenizer import TokenizerSpec
 from stages.context import StageConfig
 from stages.evaluate.answers import EvaluatedModel, digest_of
 from stages.evaluate.models import evaluate_models
-from stages.evaluate.rivals import rivals
-from stages.evaluate.scores import HYBRID, rival_name
+from stages.evaluate.scores import HYBRID
 from stages.evaluate.stage import EvaluateConfig
 from stages.materialize.stage import MODEL
 from stages.prepare.stage import CALIBRATION, TOKENIZER
 from stages.published import Manifest
-from stages.rival.stage import RivalConfig
-from stages.search.stage import HEAD_MASK
 from stages.train.stage import checkpoint_folders
 
 
@@ -37,13 +33,8 @@ def run(
     if "train" in inputs:
         checkpoints = checkpoint_folders(inputs["train"])
         folders |= {name: (folder, inputs["train"]) for name, folder in checkpoints.items()}
-    if "train_rival" in inputs:
-        checkpoint, folder = list(checkpoint_folders(inputs["train_rival"]).items())[-1]
-        name = rival_name(config.upstream_section(RivalConfig).method, checkpoint)
-        folders[name] = folder, inputs["train_rival"]
     prepared = inputs["prepare"]
-    searched = HeadMaskFile.load(inputs["materialize"] / MODEL / HEAD_MASK)
-    models = rivals(config, searched, inputs["search"], work_dir)
+    models = []
     for name, (folder, stage) in folders.items():
         model = config.model.model_copy(update={"path": str(folder), "revision": None})
         hashes = Manifest.read(stage).hashes if exists(stage / Manifest.FILE) else None

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from bosch.search.methods import METHODS
 from stages.published import Record, WorkSummary
 from stages.train.stage import checkpoint_tokens
 
@@ -19,28 +17,11 @@ FAILED_MODELS = "models"
 SAMPLES = "samples.jsonl"
 ORIGINAL = "original"
 HYBRID = "hybrid"
-_RIVAL = re.compile(r"(\w+)-(tokens-\d+)")
-
-
-def rival_name(method: str, checkpoint: str) -> str:
-    """Name of a checkpoint of a rival's training: `intr-tokens-1000`."""
-    return f"{method}-{checkpoint}"
-
-
-def named_rival(name: str) -> tuple[str, int] | None:
-    """Method and training tokens of `rival_name`; None for a name of another form."""
-    match = _RIVAL.fullmatch(name)
-    tokens = checkpoint_tokens(match[2]) if match and match[1] in METHODS else None
-    return None if match is None or tokens is None else (match[1], tokens)
 
 
 def _evaluated_name(name: str) -> str:
-    is_composed = checkpoint_tokens(name) is not None or named_rival(name) is not None
-    if name not in (ORIGINAL, HYBRID, *METHODS) and not is_composed:
-        raise ValueError(
-            f"'{name}' is none of {ORIGINAL}, {HYBRID}, tokens-<n>, the methods"
-            " and <method>-tokens-<n>"
-        )
+    if name not in (ORIGINAL, HYBRID) and checkpoint_tokens(name) is None:
+        raise ValueError(f"'{name}' is none of {ORIGINAL}, {HYBRID} and tokens-<n>")
     return name
 
 

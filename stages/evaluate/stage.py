@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, create_model
 
-from bosch.search.methods import UnsearchedName
 from stages.evaluate.chat import has_template
 from stages.evaluate.presets import PRESETS, PresetName
 from stages.evaluate.section import SuiteSection
@@ -46,10 +45,6 @@ else:
 
 class EvaluateConfig(_Suites):
     """Scores of the original, the untrained hybrid and every checkpoint."""
-
-    rivals: Annotated[list[UnsearchedName], AfterValidator(different)] = Field(default=[])
-    """Layer rules and rankings for comparison with the search: their untrained hybrids, at its
-    ratio and window, answer the same samples."""
 
     def completed(self, recipe: Recipe) -> Self:
         """The section with the tasks of its presets."""
@@ -103,7 +98,7 @@ STAGE = Stage(
     EvaluateConfig,
     field=Field(None, description="Scores; left out, nothing is evaluated."),
     completed=EvaluateConfig.completed,
-    needs=("prepare", "search", "materialize", "train", "train_rival", "original"),
+    needs=("prepare", "materialize", "train", "original"),
     model="weights",
     distributed=True,
     processes=model_processes,

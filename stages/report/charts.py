@@ -13,7 +13,7 @@ from bosch.window import Window
 from stages.evaluate.scores import HYBRID, ORIGINAL
 from stages.formats import format_bytes, format_count, format_length, format_score
 from stages.pages.charts import Axis, Picture, Style, colour, curves, layers, styles, values
-from stages.report.results import Results, Search, is_rival, label_of, trained_tokens
+from stages.report.results import Results, Search, label_of, trained_tokens
 from stages.train.stage import TrainingStep
 
 Row = dict[str, Any]
@@ -23,18 +23,18 @@ def _look(results: Results) -> dict[str, Style]:
     """The style of each model by its label."""
     fixed = {label_of(ORIGINAL): Style("original", dashed=True)}
     fixed[label_of(HYBRID)] = Style("untrained", "diamond")
-    names = [name for name in results.models if not is_rival(name) and trained_tokens(name) > 0]
+    names = [name for name in results.models if trained_tokens(name) > 0]
     if names:
         fixed[label_of(names[-1])] = Style("hybrid")
     return styles(map(label_of, results.models), fixed)
 
 
 def scores_by_tokens(results: Results) -> Picture | None:
-    """Scores over training tokens at each length, of the search's hybrid; None if not trained.
+    """Scores over training tokens at each length, of the hybrid; None if not trained.
 
     At a length the mean is over all suites' tasks of this length; `all` if there are no lengths.
     """
-    names = [name for name in results.models if name != ORIGINAL and not is_rival(name)]
+    names = [name for name in results.models if name != ORIGINAL]
     rows: list[Row] = []
     for name in [name for name in names if results.scores.checkpoints.get(name)]:
         tokens = trained_tokens(name)

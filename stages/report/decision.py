@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from bosch.analysis.intervals import deciding_samples
-from bosch.search.methods import METHODS, Method
-from stages.evaluate.scores import HYBRID, ORIGINAL, BinLoss, PairedComparison, named_rival
+from stages.evaluate.scores import HYBRID, ORIGINAL, BinLoss, PairedComparison
 from stages.evaluate.tables import against
 from stages.formats import (
     format_bytes,
@@ -19,7 +18,7 @@ from stages.formats import (
     signed,
 )
 from stages.materialize.stage import MODEL
-from stages.report.results import Results, SampleScores, is_rival, label_of, trained_tokens
+from stages.report.results import Results, SampleScores, label_of, trained_tokens
 from stages.report.stage import ReportConfig
 from stages.train.stage import CHECKPOINTS
 
@@ -73,7 +72,7 @@ def decide(results: Results, margin: float) -> Decision | None:
     """
     original = results.samples.get(ORIGINAL, {})
     samples = {n: results.samples[n] for n in results.models if n in results.samples}
-    names = [name for name in samples if name != ORIGINAL and not is_rival(name)]
+    names = [name for name in samples if name != ORIGINAL]
     if not names or not any(any(scores) for scores in original.values()):
         return None
     most = max(sum(map(len, samples[name].values())) for name in names)
@@ -119,12 +118,12 @@ def points(compared: PairedComparison) -> str:
 
 
 def sentences(results: Results, section: ReportConfig) -> list[str]:
-    """The verdict with its reason, the search's gain over rivals, cache, speed and cost."""
+    """The verdict with its reason, cache, speed and cost."""
     decision = decide(results, section.margin)
     missing = results.scores.failed_models.items()
     failed = [f"{label_of(name)} could not be evaluated: {why}." for name, why in missing]
     return [
-        _verdict(decision, section.margin), *failed, *_over_rivals(results), _cache(results),
+        _verdict(decision, section.margin), *failed, _cache(results),
         *_speed(results), _cost(results, section),
     ]  # fmt: skip
 
@@ -152,32 +151,6 @@ def _rounded_up(number: int) -> int:
     """To two digits."""
     unit = 10 ** max(0, len(str(number)) - 2)
     return -(-number // unit) * unit
-
-
-def _over_rivals(results: Results) -> Iterator[str]:
-    """The search's hybrid against the best other choice of heads, for each amount of training."""
-    for tokens in dict.fromkeys(map(trained_tokens, results.models)):
-        alike = [name for name in results.models if trained_tokens(name) == tokens]
-        ours = next((name for name in alike if name != ORIGINAL and not is_rival(name)), None)
-        found = {name: overall(results, ours, name) for name in alike if is_rival(name) and ours}
-        compared = {name: outcome[1] for name, outcome in found.items() if outcome is not None}
-        if compared:
-            best = min(compared, key=lambda name: compared[name].difference)
-            when = f"after {tokens:,} tokens of both" if tokens else "before training"
-            others = f", the best of {len(compared)} others," if len(compared) > 1 else ""
-            yield (
-                f"The search's heads score {points(compared[best])} points against those of "
-                f"{_method(best).label}{others} {when}."
-            )
-    if any(map(is_rival, results.models)) and all(
-        _method(name).kind != "ranking" for name in results.models if is_rival(name)
-    ):
-        yield "No ranking was compared; a strong and cheap one is evaluate.rivals: [fisher]."
-
-
-def _method(rival: str) -> Method:
-    trained = named_rival(rival)
-    return METHODS[trained[0] if trained else rival]
 
 
 def _cache(results: Results) -> str:

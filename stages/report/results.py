@@ -16,10 +16,9 @@ from bosch.front import Front
 from bosch.heads import HeadMaskFile
 from bosch.model.cache_size import CacheSize, OwnWindow
 from bosch.model.stored_config import StoredConfig
-from bosch.search.methods import METHODS
 from bosch.vllm.plan import request_bytes
 from bosch.window import Window, windows_text
-from stages.evaluate.scores import HYBRID, ORIGINAL, Scores, named_rival, read_samples
+from stages.evaluate.scores import HYBRID, ORIGINAL, Scores, read_samples
 from stages.materialize.stage import MODEL, MaterializeSummary, read_model_config
 from stages.measure.stage import Efficiency, Point
 from stages.prepare.stage import Statistics
@@ -100,10 +99,6 @@ class Caches(NamedTuple):
 
 def label_of(name: str) -> str:
     """Display name of an evaluated model."""
-    if name in METHODS:
-        return f"{METHODS[name].label}, untrained"
-    if rival := named_rival(name):
-        return f"{METHODS[rival[0]].label} after {rival[1]:,} tokens"
     tokens = checkpoint_tokens(name)
     return {ORIGINAL: "Original", HYBRID: "Hybrid, untrained"}.get(
         name, f"Hybrid after {tokens or 0:,} tokens"
@@ -112,13 +107,7 @@ def label_of(name: str) -> str:
 
 def trained_tokens(name: str) -> int:
     """Training tokens of a model: 0 for untrained ones, -1 for the original."""
-    rival = named_rival(name)
-    return rival[1] if rival else (checkpoint_tokens(name) or -(name == ORIGINAL))
-
-
-def is_rival(name: str) -> bool:
-    """Whether a model has the heads of another method than the search's."""
-    return name in METHODS or named_rival(name) is not None
+    return checkpoint_tokens(name) or -(name == ORIGINAL)
 
 
 def collect_predictions(
@@ -175,10 +164,10 @@ class Results:
 
     @property
     def models(self) -> list[str]:
-        """Evaluated models by their training, each rival before the search's hybrid."""
+        """Evaluated models by their training."""
         names = [name for name, suites in self.scores.checkpoints.items() if suites]
         names += [name for name in self.scores.positions if name not in names]
-        return sorted(names, key=lambda name: (trained_tokens(name), not is_rival(name)))
+        return sorted(names, key=trained_tokens)
 
     @property
     def suites(self) -> list[str]:

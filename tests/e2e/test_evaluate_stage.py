@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,14 +12,10 @@ from bosch.errors import LostRankError, RunError
 from bosch.heads import HeadMask, HeadMaskFile
 from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
-from bosch.model.search_mode import prepare_for_search
-from bosch.objective.calibration import CalibrationSet
-from bosch.objective.objective import Objective
-from bosch.search.runs import run_method
 from bosch.window import Window
 from data_prep.documents.calibration import CalibrationNeedles
 from stages.context import ModelConfig, Runtime, StageConfig
-from stages.evaluate import models, rivals, suite
+from stages.evaluate import models, suite
 from stages.evaluate import run as evaluate
 from stages.evaluate.answers import EvaluatedModel
 from stages.evaluate.scores import Scores, read_samples
@@ -28,7 +23,6 @@ from stages.evaluate.stage import EvaluateConfig
 from stages.original import run as original
 from stages.prepare import run as prepare
 from stages.prepare.stage import PrepareConfig
-from stages.search.stage import SearchConfig
 from stages.train.stage import TrainingSummary
 from tests.peak_memory import TensorBytes
 from tests.tiny_data import save_tiny_model
@@ -130,42 +124,7 @@ def test_every_answer_is_kept_and_no_two_models_answer_alike(stages, evaluated):
     assert not (evaluated[1] / "answers").exists()
 
 
-def test_rivals_are_scored_with_their_methods_masks(stages, tmp_path):
-    """Masks have the search's ratio and window, and are stored."""
-    section = SECTION.model_copy(update={"rivals": ["intr", "dcam"]})
-    search = SearchConfig(method="bosch", swa_ratio=0.75, window_size=32, sinks=1)
-    config = replace(
-        _config(section, stages / "model"),
-        upstream={"search": search},
-    )
-    work = tmp_path / "work"
-    work.mkdir()
-    evaluate.run(config, _inputs(stages), work)
-    scores = Scores.read(work)
-    assert list(scores.checkpoints)[:4] == ["original", "intr", "dcam", "hybrid"]
-    model = load_model(stages / "model", dtype="float32")
-    prepare_for_search(model)
-    objective = Objective(
-        model, CalibrationSet.load(stages / "search" / "calibration.jsonl"), Window(32, 1)
-    )
-    for method in ("intr", "dcam"):
-        file = HeadMaskFile.load(work / "rivals" / f"{method}.json")
-        assert file.mask == run_method(method, objective, search.settings(5)).mask
-    outputs = {
-        name: [r["output"] for r in read_samples(work) if r["checkpoint"] == name]
-        for name in scores.checkpoints
-        if name != "original"
-    }
-    # The materialized hybrid happens to have the rule's mask.
-    assert HeadMaskFile.load(work / "rivals" / "intr.json").mask.swa_kv_heads == [[0, 1], [1]]
-    assert outputs["intr"] == outputs["hybrid"]
-    answers = [r["output"] for r in read_samples(stages / "original")]
-    assert outputs["intr"] != answers
-
-
 def test_a_lost_rank_is_reported_wherever_ranks_wait(stages, tmp_path, monkeypatch):
-    """When the masks of rivals are shared, and when answers are gathered."""
-
     class FirstOfTwo:
         is_main_process, process_index, num_processes = True, 0, 2
         device = torch.device("cpu")
@@ -176,19 +135,10 @@ def test_a_lost_rank_is_reported_wherever_ranks_wait(stages, tmp_path, monkeypat
     def lose_connection(*_, **__):
         raise RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1. GLHF!")
 
-    searched = HeadMaskFile.load(stages / "materialize/model/head_mask.json")
-    for module in (models, rivals):
-        monkeypatch.setattr(module, "process_state", lambda _: FirstOfTwo())
-    monkeypatch.setattr(rivals, "broadcast_object_list", lose_connection)
+    monkeypatch.setattr(models, "process_state", lambda _: FirstOfTwo())
     monkeypatch.setattr("bosch.ranks.dist.is_initialized", lambda: True)
-    for methods in ([], ["intr"]):
-        config = _config(SECTION.model_copy(update={"rivals": methods}), stages / "model")
-        if methods:
-            (tmp_path / "rivals").mkdir()
-            (tmp_path / "rivals/intr.json").write_text("{}")
-            monkeypatch.setattr(HeadMaskFile, "load", lambda _: searched)
-        with pytest.raises(LostRankError, match="another process of this run does not answer"):
-            evaluate.run(config, _inputs(stages), tmp_path)
+    with pytest.raises(LostRankError, match="another process of this run does not answer"):
+        evaluate.run(_config(SECTION, stages / "model"), _inputs(stages), tmp_path)
 
 
 def test_a_killed_run_resumes_to_the_same_bytes(stages, evaluated, tmp_path, monkeypatch):
@@ -241,9 +191,9 @@ def test_samples_are_checked_against_the_calibration_set(stages, tmp_path, monke
 
 
 def test_a_hybrid_has_the_recipes_backend_and_needs_the_memory_of_one_model(stages) -> None:
-    file = HeadMaskFile.load(stages / "materialize" / "model" / "head_mask.json")
     config = _config(SECTION, stages / "model", attention="eager")
-    evaluated_model = EvaluatedModel("hybrid", config.model, mask=file)
+    model = config.model.model_copy(update={"path": str(stages / "materialize" / "model")})
+    evaluated_model = EvaluatedModel("hybrid", model)
     with TensorBytes() as held:
         hybrid = models.load_evaluated(config, evaluated_model, torch.device("cpu"))
     weights = [weight.nbytes for weight in hybrid.state_dict().values()]

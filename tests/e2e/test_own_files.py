@@ -65,7 +65,7 @@ def test_a_recipe_uses_a_stage_source_method_and_backend_added_as_files(
     case.content["prepare"]["calibration"]["length"] = 1024
     case.content["search"] |= {"method": "last_layers"}
     needle = {"tasks": ["niah_single_1"], "lengths": [512], "samples": 2}
-    case.content["evaluate"] = {"needle": needle, "rivals": ["last_layers"]}
+    case.content["evaluate"] = {"needle": needle}
     case.content["words"] = {"folder": str(case.corpus)}
     case.content["runtime"] |= {"attention": "plain"}
     case.save()
@@ -84,9 +84,9 @@ def test_a_recipe_uses_a_stage_source_method_and_backend_added_as_files(
     mask = json.loads((case.output("materialize") / "model" / "head_mask.json").read_text())
     assert mask["method"] == "last_layers"
     models = json.loads((case.output("evaluate") / "scores.json").read_text())["checkpoints"]
-    assert set(models) == {"original", "hybrid", "last_layers"}
+    assert set(models) == {"original", "hybrid"}
     assert models["hybrid"]["needle"]["niah_single_1"]["512"]["samples"] == 2
     # The report shows the stage's summary: ten words, its default for `most`.
     page = (case.output("report") / "index.html").read_text()
-    assert "LAST" in page
+    assert "last_layers" in page
     assert re.search(r"words\.words</\w+>\s*<\w+[^>]*>10<", page)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stages.evaluate.scores import HYBRID, ORIGINAL, BinLoss, PositionLoss, rival_name
+from stages.evaluate.scores import HYBRID, ORIGINAL, BinLoss, PositionLoss
 from stages.report.decision import Decision, decide, overall, sentences
 from stages.report.results import Results, collect_scores, load_results
 from stages.report.stage import ReportConfig
@@ -64,9 +64,7 @@ def decided(results: Results, margin: float = 2.0) -> Decision:
 def test_the_interval_of_the_loss_decides(
     results: Results, right: dict[str, int], count: int, model: str, verdict: str
 ) -> None:
-    made = with_answers(
-        results, {ORIGINAL: count, "intr": count, **right}, max(count, *right.values())
-    )
+    made = with_answers(results, {ORIGINAL: count, **right}, max(count, *right.values()))
     found = decided(made)
     assert (found.model, found.verdict) == (model, verdict)
     assert (found.needed is None) == (verdict != "not decided")
@@ -143,21 +141,6 @@ def test_a_task_without_a_score_counts_for_nothing() -> None:
     table = {"needle": SimpleNamespace(tasks={"vt": {512: None}})}
     scores: Any = SimpleNamespace(checkpoints={HYBRID: table})
     assert collect_scores(records, scores) == {HYBRID: {("needle", "vt", 512): [0.0, 0.5, 1.0]}}
-
-
-def test_the_search_is_compared_with_the_best_rival_before_and_after_training(
-    results: Results,
-) -> None:
-    trained = rival_name("intr", LAST)
-    right = {ORIGINAL: 200, HYBRID: 150, "intr": 20, LAST: 196, trained: 180}
-    said = " ".join(sentences(with_answers(results, right, 200), ReportConfig()))
-    assert "score +65.0 points [" not in said
-    assert "The search's heads score +65.0 [" in said and "those of INTR before training." in said
-    assert "score +8.0 [" in said and "INTR after 2,000 tokens of both." in said
-    assert "No ranking was compared" in said
-    said = " ".join(sentences(with_answers(results, {**right, "fisher": 149}, 200), ReportConfig()))
-    assert "score +0.5 [" in said and ", the best of 2 others, before training." in said
-    assert "No ranking was compared" not in said
 
 
 def test_the_sentences_state_caches_of_both_engines_speed_and_cost(

@@ -65,7 +65,7 @@ def test_lines_are_selected_by_model_and_suite() -> None:
 
 
 def test_the_last_checkpoint_is_the_one_with_the_most_tokens() -> None:
-    names = ("tokens-10000", "tokens-2000", "hybrid", "intr-tokens-90000")
+    names = ("tokens-10000", "tokens-2000", "hybrid", "original")
     assert Scores(checkpoints={name: {} for name in names}).last_trained == "tokens-10000"
     assert Scores(checkpoints={"hybrid": {}}).last_trained is None
 

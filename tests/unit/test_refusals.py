@@ -77,8 +77,6 @@ FIELDS = [
     ("materialize.max_shard_size=5GiB", "materialize.max_shard_size", "file size"),
     ("prepare.sources.0.filters.matches={lang: '(a'}", "prepare.sources.0.filters.matches.lang",
      "regular expression"),
-    ("rival.method=bosch", "rival.method", "rand, bme, intr"),
-    ("evaluate.rivals=[intr,front]", "evaluate.rivals.1", "rand, bme, intr"),
     ("measure.lengths=[512,256]", "measure.lengths", "ascending"),
     # Files
     ("model.path=recipes/nothing", "model.path", "no directory"),
@@ -160,7 +158,6 @@ NEIGHBOURS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "runtime.checkpointing=full", ("runtime.attention=flex",)),
     ("train.mixed_precision='no'", "runtime.attention", "float32", "train.mixed_precision=bf16",
      (FLASH,)),
-    ("rival={}", "rival", "train", "rival=null", ("train=null",)),
     # For the task with the longest answers.
     ("evaluate.needle={tasks: [vt, fwe], lengths: [50]}", "evaluate.needle.max_new_tokens", "50",
      "evaluate.needle={tasks: [vt, fwe], lengths: [51]}", ()),

@@ -116,8 +116,6 @@ def test_the_page_says_what_to_ship_and_how_to_load_it(page: str) -> None:
     assert "Not decided, the hybrid after 4,000,000 tokens: −1.5 [" in first
     assert "vllm serve train/checkpoints/tokens-4000000" in first
     assert ".from_pretrained('train/checkpoints/tokens-4000000')" in first
-    # The rule's loss stands beside the hybrid's.
-    assert "INTR, untrained | 12.0 −85.5 [−87.1, −83.8] | +0.88 [" in first
     assert "in transformers' generate" in first and "in vLLM on one GPU" in first
 
 
@@ -354,10 +352,10 @@ def test_tasks_that_only_one_model_has_are_in_the_table(tmp_path: Path) -> None:
         "model", "Needle, average", "Tasks of lm-eval, average", "another, average"
     ]  # fmt: skip
     rows = {(row[0], row[1]): list(row[2:]) for group in table.groups for row in group.rows}
-    assert rows["one", ""] == ["–", "–", "50.0"] or rows["one", ""] == ["50.0", "–", "50.0"]
-    assert rows["two", ""] == ["–", "–", "100.0"]
-    assert rows["both (2 of 2 tasks)", ""][2] == "75.0"
-    assert rows["four", "512"] == ["–", "–", "100.0"]
+    assert rows["one", ""] in (["–", "50.0"], ["50.0", "50.0"])
+    assert rows["two", ""] == ["–", "100.0"]
+    assert rows["both (2 of 2 tasks)", ""][1] == "75.0"
+    assert rows["four", "512"] == ["–", "100.0"]
     assert filters(results) == {
         "task": [*report_fixture.TASKS, "one", "two", "four"], "length": ["512", "1k", "2k"],
     }  # fmt: skip

@@ -87,12 +87,7 @@ def register(name: str, method: Method) -> None:
 for _module in pkgutil.iter_modules(__path__):  # each file registers its methods
     importlib.import_module(f"{__name__}.{_module.name}")
 
-# A layer rule or a ranking: its mask is made without a search.
-_UNSEARCHED = [name for name, method in METHODS.items() if method.kind in ("layer rule", "ranking")]
-
 if TYPE_CHECKING:
     MethodName = str
-    UnsearchedName = str
 else:
     MethodName = Literal[*METHODS]
-    UnsearchedName = Literal[*_UNSEARCHED]

@@ -1,1 +1,0 @@
-"""Stage rival: the hybrid of a rule or ranking."""

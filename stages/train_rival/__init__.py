@@ -1,1 +1,0 @@
-"""Stage train_rival: training of the rival's hybrid."""
