@@ -261,6 +261,7 @@ class RestartPoints:
         hashes = hash_together(self._checkpoint(name))
         if rank() == 0:
             files.write_json(self._checkpoint_record(name), {"sha256": hashes})
+        wait()  # so that every process finds the record
 
     def remove(self) -> None:
         files.remove(self.directory)
