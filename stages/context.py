@@ -73,8 +73,6 @@ class Runtime(Section):
     device by formula."""
     offload_activations: Flag = False
     """Keep the layers' inputs in host memory between forward and backward pass."""
-    compile: Flag = False
-    """Compile the decoder's layers in training, each separately."""
     save_every_steps: int = Field(100, gt=0, le=MOST)
     """Steps between the restart points of training."""
     save_every_minutes: Minutes = 30
@@ -89,8 +87,6 @@ class Runtime(Section):
     sequence; default: none."""
     heldout_sequences: Annotated[int, Field(gt=0, le=10_000)] = 16
     """Prepared sequences that are held out from training for this loss."""
-    wandb_project: Line | None = None
-    """Project at Weights & Biases to which training also sends its metrics."""
     timeout_minutes: Minutes = 360
     """Longest wait of a process for separate work of other processes, and of other nodes for a
     stage of the first one: loading, saving, samples of the evaluation."""

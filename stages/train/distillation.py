@@ -5,7 +5,6 @@ Shapes: B sequences of a micro-batch, T tokens of one, N = B·T, C hidden size, 
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -13,14 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bosch.budget import share_of
-from bosch.model.context_parallel import ContextParallel
 from bosch.model.families import decoder_layers
 from bosch.model.head_table import head_table
 from bosch.model.loading import load_config, load_model
 from bosch.objective.answers import scaled_logits
 from stages.context import ModelConfig, Runtime
-from stages.train.loss import IGNORED, HeadLoss, Measure, head_loss, recording
+from stages.train.loss import IGNORED, HeadLoss, head_loss
 from stages.train.memory import chunk_tokens
 from stages.train.parallel import whole_weight
 from stages.train.stage import TrainConfig
@@ -64,25 +61,11 @@ def load_teacher(
 
 
 class TeacherLoss:
-    """KL(teacher ‖ student) in nats, summed over tokens, and the cross-entropy.
+    """KL(teacher ‖ student) in nats, summed over tokens, and the cross-entropy."""
 
-    With `tokens` < 1 only that share of each sequence's predicted tokens (rounded up) counts, those
-    with the largest divergence. The sum is divided by the share, to weigh like one over all tokens,
-    and a little more if the number is rounded. With `context_parallel` a pass is over this
-    process's tokens of each sequence.
-    """
-
-    def __init__(
-        self,
-        teacher: Any,
-        weight: float,
-        tokens: float,
-        context_parallel: ContextParallel | None = None,
-    ) -> None:
+    def __init__(self, teacher: Any, weight: float) -> None:
         self.teacher = teacher
         self._weight = weight
-        self._tokens = tokens
-        self._split = context_parallel
 
     def __call__(
         self, config: Any, input_ids: Tensor, targets: Tensor, position_ids: Tensor | None
@@ -93,6 +76,8 @@ class TeacherLoss:
             states = self.teacher(input_ids, position_ids).flatten(0, 1)
             # On a GPU autocast computes torch's norms in float32.
             states = states.to(head.weight.dtype)
+        labels = targets.flatten()
+        rows = (labels != IGNORED).nonzero()[:, 0]
 
         def loss(student_head: Any, student_states: Tensor) -> Tensor:
             weight, bias = (
@@ -112,46 +97,14 @@ class TeacherLoss:
                 # Not as a difference of two sums, which would cancel if the models agree.
                 return (probabilities * (expected - torch.log_softmax(logits, dim=-1))).sum(-1)
 
-            return self._loss(student_head, student_states, config, targets, divergence)
+            def chunk_loss(logits: Tensor, chunk: slice) -> Tensor:
+                total = divergence(logits, rows[chunk]).sum()
+                if self._weight == 1:
+                    return total
+                entropy = nn.functional.cross_entropy(logits, labels[rows[chunk]], reduction="sum")
+                return self._weight * total + (1 - self._weight) * entropy
+
+            size = chunk_tokens(student_head.weight.shape[0], distilled=True)
+            return head_loss(student_head, student_states[rows], config, chunk_loss, size)
 
         return loss
-
-    def _loss(
-        self, head: Any, states: Tensor, config: Any, targets: Tensor, divergence: Measure
-    ) -> Tensor:
-        labels = targets.flatten()
-        chunk = chunk_tokens(head.weight.shape[0], distilled=True)
-        positions = torch.arange(len(labels), device=labels.device)
-        if self._tokens < 1:
-            values = torch.empty(len(labels), device=labels.device)
-            with torch.no_grad():
-                head_loss(head, states, config, recording(divergence, positions, values), chunk)
-            values, valid = values.view_as(targets), targets != IGNORED
-            if self._split is None:
-                chosen = largest(values, valid, self._tokens).flatten()
-            else:
-                values, valid = self._split.whole(values), self._split.whole(valid)
-                chosen = self._split.local(largest(values, valid, self._tokens)).flatten()
-        else:
-            chosen = labels != IGNORED
-        # Cross-entropy is over all predicted tokens, the divergence over the chosen ones.
-        rows = (chosen if self._weight == 1 else labels != IGNORED).nonzero()[:, 0]
-
-        def chunk_loss(logits: Tensor, chunk: slice) -> Tensor:
-            chunk_rows = rows[chunk]
-            chosen_sum = (divergence(logits, chunk_rows) * chosen[chunk_rows]).sum() / self._tokens
-            if self._weight == 1:
-                return chosen_sum
-            entropy = nn.functional.cross_entropy(logits, labels[chunk_rows], reduction="sum")
-            return self._weight * chosen_sum + (1 - self._weight) * entropy
-
-        return head_loss(head, states[rows], config, chunk_loss, chunk)
-
-
-def largest(values: Tensor, valid: Tensor, share: float) -> Tensor:
-    """Which of `values` [B, T] are among the largest ⌈share · valid ones⌉ of their row: bool."""
-    chosen = torch.zeros_like(valid)
-    values = values.masked_fill(~valid, -math.inf)
-    for row, count in enumerate(valid.sum(1).tolist()):
-        chosen[row, values[row].topk(share_of(count, share)).indices] = True
-    return chosen

@@ -1,8 +1,7 @@
-"""metrics.jsonl and dashboards of training, and its speed and memory."""
+"""metrics.jsonl and tensorboard of training, and its speed and memory."""
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
 import resource
@@ -33,15 +32,13 @@ _MIN_LOGGED_SECONDS = 1.0  # minimum seconds for data or saving to be logged
 
 
 class MetricsLog:
-    """One record per step on disk, on the dashboards and in the log.
+    """One record per step on disk, in tensorboard and in the log.
 
     Records of steps after `done_steps`, the restart point, are removed. If records of earlier steps
     are lost, because their lines are damaged, training continues without them.
     """
 
-    def __init__(
-        self, work_dir: Path, schedule: Schedule, done_steps: int, wandb_project: str | None = None
-    ) -> None:
+    def __init__(self, work_dir: Path, schedule: Schedule, done_steps: int) -> None:
         path = work_dir / METRICS
         self._journal = Journal(path)
         records = self._journal.read_new(_step)
@@ -63,13 +60,6 @@ class MetricsLog:
 
         # Events from `purge_step` on are void.
         self._tensorboard = SummaryWriter(str(board), purge_step=done_steps + 1)
-        self._wandb: Any = None
-        if wandb_project is not None:
-            wandb = importlib.import_module("wandb")
-            # An interrupted run resumes under the same id.
-            self._wandb = wandb.init(project=wandb_project, id=work_dir.name, resume="allow")
-            # W&B's own step must rise, so steps repeated after a restart would be dropped.
-            self._wandb.define_metric("train/*", step_metric="train/step")
 
     @property
     def final_loss(self) -> float | None:
@@ -99,15 +89,9 @@ class MetricsLog:
         }
         self.records.append(record)
         self._journal.append(record)
-        scalars = {
-            f"train/{name}": float(value)
-            for name, value in numbers(record)
-            if name not in ("step", "tokens", "seconds")
-        }
-        for name, value in scalars.items():
-            self._tensorboard.add_scalar(name, value, step)
-        if self._wandb is not None:
-            self._wandb.log({**scalars, "train/step": step})
+        for name, value in numbers(record):
+            if name not in ("step", "tokens", "seconds"):
+                self._tensorboard.add_scalar(f"train/{name}", float(value), step)
         self._log_line(record)
 
     def _log_line(self, record: dict[str, Any]) -> None:
@@ -132,8 +116,6 @@ class MetricsLog:
 
     def close(self) -> None:
         self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.finish()
 
 
 def numbers(record: dict[str, Any]) -> Iterator[tuple[str, float]]:

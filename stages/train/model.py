@@ -29,7 +29,6 @@ from bosch.backends import BACKENDS, resolve_backend
 from bosch.errors import RunError, UserError
 from bosch.model.context_parallel import ContextParallel
 from bosch.model.families import HYBRID_PREFIX, attention_needs, text_config
-from bosch.model.head_table import heads_by_window
 from bosch.model.loading import load_config, load_model
 from stages.context import ModelConfig, Runtime
 from stages.train.distillation import TeacherLoss
@@ -97,10 +96,6 @@ def load_for_training(
         saves_attention = runtime.checkpointing == "attention"
         kernel = BACKENDS[resolve_backend(backend)].kernel if saves_attention else ""
         recompute_activations(loaded, kernel)
-    if runtime.compile:  # one by one: equal layers share a graph, and FSDP stays outside
-        _raise_graph_limit(loaded.config)
-        for layer in loaded.get_decoder().layers:
-            layer.compile()
     return loaded
 
 
@@ -141,20 +136,6 @@ class _Cast:
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._module, name)
         return value.to(self._dtype) if isinstance(value, Tensor) else value
-
-
-def _raise_graph_limit(config: Any) -> None:
-    """Raise torch's limit of 8 compiled graphs to 8 for each different layer.
-
-    Layers differ in their heads of each window. Beyond the limit torch warns, and runs layers
-    uncompiled.
-    """
-    layouts = {tuple(row.items()) for row in heads_by_window(config)}
-    settings: Any = torch._dynamo.config
-    settings.recompile_limit = max(settings.recompile_limit, 8 * len(layouts))
-    settings.accumulated_recompile_limit = max(
-        settings.accumulated_recompile_limit, settings.recompile_limit
-    )
 
 
 def recompute_activations(model: Any, saved: str = "") -> None:

@@ -45,7 +45,6 @@ from stages.train.stage import CHECKPOINTS, METRICS, TrainConfig, TrainingSummar
 from stages.train.storage import RestartPoints, restart_step, wait
 from stages.train.trainable import first_adapters, untrained_parameters
 from stages.train.watch import make_held_out_watch, make_needle_watch
-from stages.versions import require_package
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +69,6 @@ def run(
 def _train(config: StageConfig[TrainConfig], inputs: Mapping[str, Path], work_dir: Path) -> None:
     config = replace(config, runtime=parallel.actual_sharding(config.runtime))
     parallel.check_offloading_possible(config.runtime)
-    if (project := config.runtime.wandb_project) is not None:
-        require_package("wandb", f"runtime.wandb_project = {project}", "leave the setting out")
     restarts = RestartPoints(work_dir, config.section)
     restarts.check_layout(parallel.sharding_layout(config.runtime))
     loop = build_loop(config, inputs, work_dir, restarts)
@@ -142,7 +139,7 @@ def build_loop(
     sources = prepare.sources if isinstance(prepare, PrepareConfig) else []
     if accelerator.is_main_process:
         done_steps = restart_step(point) if point else 0
-        metrics_log = MetricsLog(work_dir, schedule, done_steps, runtime.wandb_project)
+        metrics_log = MetricsLog(work_dir, schedule, done_steps)
     loop = Loop(
         accelerator=accelerator,
         model=model,
@@ -190,9 +187,7 @@ def _prepared_model(
         teacher = load_teacher(model_dir, config.model, train, runtime, device, backend)
         if context_parallel is not None:
             context_parallel.install(teacher)
-        distillation = TeacherLoss(
-            teacher, train.teacher_weight, train.teacher_tokens, context_parallel
-        )
+        distillation = TeacherLoss(teacher, train.teacher_weight)
     model: Any = load_for_training(
         model_dir, config.model, train, runtime, seed=config.seed, distillation=distillation,
         backend=backend, device=device, context_parallel=context_parallel, untrained=untrained,

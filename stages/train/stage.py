@@ -67,9 +67,6 @@ class TrainConfig(Section):
     weights, which is kept in memory too."""
     teacher_weight: Ratio = 1.0
     """Share of the divergence in the loss; the rest is cross-entropy."""
-    teacher_tokens: Number = Field(1.0, gt=0, le=1)
-    """Share of a sequence's tokens on which the divergence is computed: those where the two models
-    differ most."""
     freeze: Literal["none", "attention_only"] = "none"
     """What is trained: none: all weights; attention_only: only attention's weights."""
     lora: LoraConfig | None = None
@@ -109,8 +106,6 @@ class TrainConfig(Section):
         if self.teacher == "none" or self.teacher_weight == 0:
             return ""
         divergence = "KL divergence from the original"
-        if self.teacher_tokens < 1:
-            divergence += f" on the {100 * self.teacher_tokens:.3g} % of tokens where it is largest"
         if self.teacher_weight < 1:
             shares = (100 * self.teacher_weight, 100 * (1 - self.teacher_weight))
             divergence = f"{shares[0]:.3g} % {divergence}, {shares[1]:.3g} % cross-entropy"
@@ -316,12 +311,9 @@ def _deepspeed_faults(train: TrainConfig, runtime: Runtime, saved: str) -> Itera
 
 
 def _split_faults(loaded: LoadedRecipe) -> Iterator[Fault]:
-    where = "runtime.context_parallel"
-    if loaded.recipe.runtime.compile:
-        yield Fault(where, "layers that exchange keys and values cannot be compiled")
     fault = split_fault(loaded.info.loaded) if loaded.info is not None else None
     if fault is not None:
-        yield Fault(where, f"the model cannot be split: {fault}; set 1")
+        yield Fault("runtime.context_parallel", f"the model cannot be split: {fault}; set 1")
 
 
 def _model_faults(loaded: LoadedRecipe, train: TrainConfig) -> Iterator[Fault]:

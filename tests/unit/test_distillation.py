@@ -5,7 +5,6 @@ Every value is compared with a plain loop over whole logits.
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from bosch.objective.decoder_shape import DecoderShape
 from bosch.window import Window
 from stages.context import ModelConfig, Runtime
 from stages.train import distillation
-from stages.train.distillation import TeacherLoss, largest, load_teacher
+from stages.train.distillation import TeacherLoss, load_teacher
 from stages.train.loss import install_loss
 from stages.train.memory import trained_parameters
 from stages.train.model import load_for_training
@@ -75,27 +74,25 @@ def divergences(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
 
 
 def plain_loss(
-    student: torch.Tensor, teacher: torch.Tensor, targets: torch.Tensor, weight: float, share: float
+    student: torch.Tensor, teacher: torch.Tensor, targets: torch.Tensor, weight: float
 ) -> torch.Tensor:
     """The loss of logits [B, T, V] and next tokens [B, T], a row at a time."""
     total = torch.zeros(())
     for own, other, labels in zip(student, teacher, targets, strict=True):
         predicted = labels != -100
         values = divergences(own, other)[predicted]
-        count = math.ceil(share * len(values))
-        total = total + weight * values.sort(descending=True).values[:count].sum() / share
+        total = total + weight * values.sum()
         entropy = torch.nn.functional.cross_entropy(own[predicted], labels[predicted])
         total = total + (1 - weight) * entropy * len(values)
     return total / (targets != -100).sum()
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(("weight", "share"), [(1.0, 1.0), (1.0, 0.3), (0.4, 1.0), (0.6, 0.5)])
+@pytest.mark.parametrize("weight", [1.0, 0.4])
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "cohere"])
 def test_value_and_gradients_equal_those_of_whole_logits(
-    family: str, weight: float, share: float, packed: bool, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    family: str, weight: float, packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In chunks that do not divide the tokens; also with heads that cap or scale logits."""
     monkeypatch.setattr(distillation, "chunk_tokens", lambda vocabulary, distilled: 5)
     base, student, teacher = models(family, tmp_path)
@@ -111,11 +108,11 @@ def test_value_and_gradients_equal_those_of_whole_logits(
         else:
             full = base(ids).logits
     own = student(input_ids=ids, position_ids=positions, use_cache=False).logits
-    expected = plain_loss(own, full, targets, weight, share)
+    expected = plain_loss(own, full, targets, weight)
     expected.backward()
     plain = gradients(student)
     student.zero_grad()
-    install_loss(student, distillation=TeacherLoss(teacher, weight, share))
+    install_loss(student, distillation=TeacherLoss(teacher, weight))
     caches: list[Any] = []
     teacher.get_decoder().register_forward_hook(
         lambda *call: caches.append(call[2].past_key_values)
@@ -145,9 +142,8 @@ class Stub(torch.nn.Module):
         return self.head
 
 
-@pytest.mark.parametrize("share", [1.0, 0.5])
 def test_a_teacher_in_bf16_may_end_with_a_norm_in_float32(
-    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU autocast computes torch's layer norms in float32, the last one's states too."""
     base = small_model("gpt_neox")
@@ -169,7 +165,7 @@ def test_a_teacher_in_bf16_may_end_with_a_norm_in_float32(
             lambda *call: teacher_states.append(call[2].last_hidden_state.dtype)
         )
         student = load_for_training(
-            tmp_path, unused, train, Runtime(), distillation=TeacherLoss(teacher, 0.5, share)
+            tmp_path, unused, train, Runtime(), distillation=TeacherLoss(teacher, 0.5)
         )
         with torch.autocast("cpu", torch.bfloat16):
             losses.append(student(input_ids=ids, labels=ids)["loss"].item())
@@ -177,32 +173,21 @@ def test_a_teacher_in_bf16_may_end_with_a_norm_in_float32(
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
 
 
-@pytest.mark.parametrize(("weight", "share"), [(1.0, 1.0), (1.0, 0.5), (0.5, 0.5)])
+@pytest.mark.parametrize("weight", [1.0, 0.5])
 def test_no_model_computes_all_logits_at_once(
-    weight: float, share: float, monkeypatch: pytest.MonkeyPatch
+    weight: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(distillation, "chunk_tokens", lambda vocabulary, distilled: 4)
     head, states = torch.nn.Linear(8, 1000), torch.randn(64, 8, requires_grad=True)
     targets = torch.randint(0, 1000, (2, 32))
-    teacher = TeacherLoss(Stub(torch.randn(2, 32, 8)), weight, share)
+    teacher = TeacherLoss(Stub(torch.randn(2, 32, 8)), weight)
     with LargestTensor() as held:
         teacher(small_config(), targets, targets, None)(head, states).backward()
     assert held.elements == 8 * 1000  # the output head's weight and its gradient
     assert states.grad is not None
 
 
-def test_only_predicted_tokens_are_among_the_largest() -> None:
-    """If the models agree, rounding leaves values just below 0."""
-    values = torch.tensor([[-2e-9, -1e-9, 5.0, -3e-9], [0.1, 0.3, 0.2, 9.0]])
-    valid = torch.tensor([[True, True, False, True], [True, True, True, False]])
-    chosen = torch.tensor([[True, True, False, False], [False, True, True, False]])
-    assert torch.equal(largest(values, valid, 0.5), chosen)
-    # In floats slightly more than 7 of 100.
-    hundred = torch.arange(100.0)[None]
-    assert largest(hundred, hundred >= 0, 0.07).sum() == 7
-
-
-SHORT = {"total_tokens": 512, "checkpoint_tokens": [], "teacher": "original", "teacher_tokens": 0.5}
+SHORT = {"total_tokens": 512, "checkpoint_tokens": [], "teacher": "original"}
 
 
 def test_training_with_a_teacher_resumes_after_a_kill(case: Path, tmp_path: Path) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 import time
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from bosch.errors import RunError, UserError
+from bosch.errors import RunError
 from bosch.hardware import DEVICES, device_named
 from bosch.model.loading import load_model
 from bosch.objective.decoder_shape import DecoderShape
@@ -467,40 +466,6 @@ def test_scoring_keeps_the_mode_of_the_model(training: bool) -> None:
     nothing = {"input_ids": ids, "labels": torch.full_like(ids, -100)}
     assert HeldOutWatch([nothing], 1).score(model, device) == {}
     assert modes == [False] * 3 and caches == [None] * 3
-
-
-def test_wandb_gets_every_step_under_the_key_of_the_run(
-    case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    logged: list[dict[str, float]] = []
-    defined: list[Any] = []
-    fake: Any = ModuleType("wandb")
-    fake.__spec__ = torch.__spec__
-
-    class Run:
-        log = staticmethod(logged.append)
-        define_metric = staticmethod(lambda *args, **kwargs: defined.append((*args, kwargs)))
-        finish = staticmethod(lambda: logged.append({}))
-
-    def init(**options: Any) -> Run:
-        assert options == {"project": "hybrids", "id": tmp_path.name, "resume": "allow"}
-        return Run()
-
-    fake.init = init
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    short = {"total_tokens": 256, "checkpoint_tokens": []}
-    train_here(case, tmp_path, train=short, runtime={"wandb_project": "hybrids"})
-    assert [values.get("train/step") for values in logged] == [1, 2, None]
-    assert defined == [("train/*", {"step_metric": "train/step"})]
-    assert [v["train/loss"] for v in logged[:-1]] == [s["loss"] for s in metrics(tmp_path)]
-
-
-def test_missing_wandb_is_reported(
-    case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"runtime\.wandb_project = x needs the package wandb"):
-        train_here(case, tmp_path, runtime={"wandb_project": "x"})
 
 
 def test_a_checkpoints_card_counts_the_tokens_of_whole_steps(case: Path, tmp_path: Path) -> None:
