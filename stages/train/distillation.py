@@ -61,11 +61,10 @@ def load_teacher(
 
 
 class TeacherLoss:
-    """KL(teacher ‖ student) in nats, summed over tokens, and the cross-entropy."""
+    """KL(teacher ‖ student) in nats, summed over the predicted tokens."""
 
-    def __init__(self, teacher: Any, weight: float) -> None:
+    def __init__(self, teacher: Any) -> None:
         self.teacher = teacher
-        self._weight = weight
 
     def __call__(
         self, config: Any, input_ids: Tensor, targets: Tensor, position_ids: Tensor | None
@@ -76,8 +75,7 @@ class TeacherLoss:
             states = self.teacher(input_ids, position_ids).flatten(0, 1)
             # On a GPU autocast computes torch's norms in float32.
             states = states.to(head.weight.dtype)
-        labels = targets.flatten()
-        rows = (labels != IGNORED).nonzero()[:, 0]
+        rows = (targets.flatten() != IGNORED).nonzero()[:, 0]
 
         def loss(student_head: Any, student_states: Tensor) -> Tensor:
             weight, bias = (
@@ -98,11 +96,7 @@ class TeacherLoss:
                 return (probabilities * (expected - torch.log_softmax(logits, dim=-1))).sum(-1)
 
             def chunk_loss(logits: Tensor, chunk: slice) -> Tensor:
-                total = divergence(logits, rows[chunk]).sum()
-                if self._weight == 1:
-                    return total
-                entropy = nn.functional.cross_entropy(logits, labels[rows[chunk]], reduction="sum")
-                return self._weight * total + (1 - self._weight) * entropy
+                return divergence(logits, rows[chunk]).sum()
 
             size = chunk_tokens(student_head.weight.shape[0], distilled=True)
             return head_loss(student_head, student_states[rows], config, chunk_loss, size)

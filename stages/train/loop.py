@@ -6,7 +6,6 @@ is here.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections import deque
@@ -31,7 +30,7 @@ from stages.context import Runtime
 from stages.formats import format_bytes
 from stages.train.checkpoint import CheckpointWriter
 from stages.train.data import Batch, Collate, PackedSequences, SourceTokens
-from stages.train.decisions import RestartTimer, SpikeRule, step_timeout
+from stages.train.decisions import RestartTimer, step_timeout
 from stages.train.loss import IGNORED
 from stages.train.metrics import MetricsLog, Stopwatch, peak_flops, peak_memory
 from stages.train.parallel import sharding_layout
@@ -73,7 +72,6 @@ class Loop:
     step: int = 0
 
     def __post_init__(self) -> None:
-        self.spikes = SpikeRule(self.train, self.schedule.steps)
         self.timer = RestartTimer(self.runtime, self.accelerator.device)
         self.stopwatch = Stopwatch()
         self._seconds: deque[float] = deque(maxlen=20)  # of the last steps
@@ -93,11 +91,11 @@ class Loop:
             batches, predicted = self.read()
             loss = self.forward_backward(batches, predicted)
             norm = self.clip()
-            skipped = self.update(loss, norm)
+            self.update(loss, norm)
             limit_collectives(self.step_timeout)  # no process loads or compiles now
             scores = self.score()
             is_due, stop = self.timer.decide(self.step)
-            self.log(loss, norm, skipped, scores)
+            self.log(loss, norm, scores)
             held_out = scores.get("heldout_loss", 0.0)
             if not math.isfinite(held_out):  # this step's update must not be saved
                 raise self.divergence(f"the held-out loss is {held_out}")
@@ -184,32 +182,13 @@ class Loop:
         norm: Any = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
-    def update(self, loss: float, norm: float) -> bool:
-        """Update the weights, or skip a bad step; returns whether it was skipped.
-
-        A step is bad if its gradient norm is a spike (train.spike_factor) or not finite. Raises
-        RunError at a bad step without train.bad_steps = skip, when too many were skipped, and if
-        only the loss is not finite.
-        """
-        fault = self.spikes.judge(norm)
-        skipped = fault is not None and self.train.bad_steps == "skip"
-        if not math.isfinite(loss):
-            fault = f"loss is {loss}"
-        if fault is not None and not skipped:
-            raise self.divergence(fault)
-        too_many = self.spikes.too_many() if skipped else None
-        if too_many is not None:
-            raise RunError(
-                f"training diverged: {too_many} left out as bad (train.bad_steps = skip), the last "
-                f"one step {self.step} of {self.schedule.steps} ({fault}); look for the first of "
-                f"them in {METRICS}; {_ADVICE}"
-            )
-        if skipped and self.metrics_log is not None:
-            logger.warning("step %d is left out: %s", self.step, fault)
-        if not skipped:
-            self.optimizer.step()
+    def update(self, loss: float, norm: float) -> None:
+        """Update the weights; raises RunError if the loss or the gradient's norm is not finite."""
+        for name, value in (("loss", loss), ("grad_norm", norm)):
+            if not math.isfinite(value):
+                raise self.divergence(f"{name} is {value}")
+        self.optimizer.step()
         self.optimizer.zero_grad()
-        return skipped
 
     def divergence(self, fault: str) -> RunError:
         tokens = self.step * self.schedule.batch_tokens
@@ -233,7 +212,7 @@ class Loop:
                 scores |= self.held_out.score(self.model, device)
         return scores
 
-    def log(self, loss: float, norm: float, skipped: bool, scores: dict[str, Any]) -> None:
+    def log(self, loss: float, norm: float, scores: dict[str, Any]) -> None:
         """Record the step's time, for `step_timeout`, and write its line of the metrics."""
         seconds, by_name = self.stopwatch.read()
         checkpoints = by_name.get("checkpoint", 0.0)
@@ -245,7 +224,7 @@ class Loop:
         with disk_errors(METRICS, self.restarts.directory.parent):
             self.metrics_log.write(
                 self.step, loss, norm, learning_rate=self.learning_rate,
-                skipped=skipped or None, **scores,
+                **scores,
                 tokens_per_second=round(self.schedule.batch_tokens / seconds, 1),
                 mfu=self.flops / seconds / peak if peak else None,
                 memory=peak_memory(),
@@ -298,7 +277,6 @@ class Loop:
 
         With DeepSpeed these are this process's shards, under a key with its rank.
         """
-        spikes = json.dumps(self.spikes.state)
         if self.runtime.sharding == "deepspeed":
             optimizer_state = self.model.optimizer.state_dict()
             adamw_state = optimizer_state["optimizer_state_dict"]
@@ -311,10 +289,10 @@ class Loop:
                     }
                     for number, part in enumerate(optimizer_state["fp32_flat_groups"])
                 }
-            return {f"process-{self.accelerator.process_index}": optimizer_state, "spikes": spikes}
+            return {f"process-{self.accelerator.process_index}": optimizer_state}
         self._make_moments()
         model, optimizer = get_state_dict(self.model, self.optimizer.optimizer)
-        return {"model": model, "optimizer": optimizer, "spikes": spikes}
+        return {"model": model, "optimizer": optimizer}
 
     def _make_moments(self) -> None:
         """Create the moments of every parameter, which loading a restart point expects.
@@ -345,5 +323,4 @@ class Loop:
                     model_state_dict=state["model"],
                     optim_state_dict=state["optimizer"],
                 )
-            self.spikes.restore(json.loads(state["spikes"]))
         self.step = restart_step(point)

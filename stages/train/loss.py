@@ -24,6 +24,8 @@ IGNORED = -100  # label of a position that is not predicted
 
 # Sum over the tokens of a slice of [0, N), from their logits [n, V] in float32.
 ChunkLoss = Callable[[Tensor, slice], Tensor]
+# A number for each of n tokens, from their logits [n, V] and labels [n].
+Measure = Callable[[Tensor, Tensor], Tensor]
 # Sum over all tokens, from the output head and its inputs [N, C].
 HeadLoss = Callable[[Any, Tensor], Tensor]
 # A micro-batch's loss from the config, ids, next tokens or IGNORED, and positions, [B, T] each.

@@ -161,8 +161,6 @@ def _details(record: dict[str, Any]) -> str:
         notes.append(f"needle score {record['needle_score']:.3f}")
     if "heldout_loss" in record:
         notes.append(f"held-out loss {_text(record['heldout_loss'], '.4f')}")
-    if record.get("skipped"):
-        notes.append("skipped")
     return "".join(f", {note}" for note in notes)
 
 

@@ -20,9 +20,7 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
 )
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from bosch.errors import RunError, UserError
 from bosch.hardware import host_memory
@@ -185,35 +183,6 @@ def _join_by_deepspeed(backend: str, timeout: timedelta) -> None:
         # on which every later run waits forever. gloo does not need them.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timeout)
-
-
-def check_sharding_runs(model: Any, runtime: Runtime) -> None:
-    """Check that `model`, prepared for training, is sharded as the recipe says.
-
-    Raises RunError when the model's wrapper is not the recipe's, or a parameter is not sharded.
-    """
-    actual = _actual_sharding(model)
-    if actual != runtime.sharding:
-        raise RunError(
-            f"runtime.sharding = {runtime.sharding} is set, but the model would run with {actual}"
-        )
-
-
-def _actual_sharding(model: Any) -> str:
-    if isinstance(model, FSDPModule):
-        names: Any = model.named_parameters()  # type: ignore[attr-defined]
-        whole = [name for name, value in names if not isinstance(value, DTensor)]
-        return "fsdp" if not whole else f"fsdp with {whole[0]} not sharded"
-    if type(model).__name__ == "DeepSpeedEngine":
-        stage = model.zero_optimization_stage()
-        if stage != 3:
-            return f"deepspeed at ZeRO stage {stage}"
-        sums = {model.get_data_types()[1], model.communication_data_type}
-        return "deepspeed" if sums == {torch.float32} else f"deepspeed with sums in {sums}"
-    distributed = isinstance(model, DistributedDataParallel)
-    if distributed != (world_size() > 1):
-        return f"{type(model).__name__} with {world_size()} processes"
-    return "none"
 
 
 def leave_process_group() -> None:

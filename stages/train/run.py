@@ -187,7 +187,7 @@ def _prepared_model(
         teacher = load_teacher(model_dir, config.model, train, runtime, device, backend)
         if context_parallel is not None:
             context_parallel.install(teacher)
-        distillation = TeacherLoss(teacher, train.teacher_weight)
+        distillation = TeacherLoss(teacher)
     model: Any = load_for_training(
         model_dir, config.model, train, runtime, seed=config.seed, distillation=distillation,
         backend=backend, device=device, context_parallel=context_parallel, untrained=untrained,
@@ -205,7 +205,6 @@ def _prepared_model(
         groups = parameter_groups(model, train.weight_decay)
         for group, sharded in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = sharded["params"]
-    parallel.check_sharding_runs(model, runtime)
     if context_parallel is not None:
         context_parallel.check(accelerator.unwrap_model(model))
     return model, optimizer

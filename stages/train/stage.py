@@ -63,21 +63,13 @@ class TrainConfig(Section):
     liger: Flag = False
     """Liger kernels (GPU only; refused elsewhere)."""
     teacher: Literal["none", "original"] = "none"
-    """Distillation: original adds the KL divergence to the full-attention model of the same
-    weights, which is kept in memory too."""
-    teacher_weight: Ratio = 1.0
-    """Share of the divergence in the loss; the rest is cross-entropy."""
+    """Distillation: with original the loss is the KL divergence to the full-attention model of the
+    same weights, which is kept in memory too, in place of the cross-entropy."""
     freeze: Literal["none", "attention_only"] = "none"
     """What is trained: none: all weights; attention_only: only attention's weights."""
     lora: LoraConfig | None = None
     """Train adapters of the linear maps that `freeze` leaves to training, and no weight itself;
     checkpoints hold the sums. Default: train whole weights."""
-    bad_steps: Literal["stop", "skip"] = "stop"
-    """What training does at a step whose gradient is not finite or a spike: end with an error, or
-    leave the step out and say so, at most 4 in a row and 9 of 100."""
-    spike_factor: Annotated[Number, Field(gt=1)] | None = None
-    """A step is bad if its gradient norm exceeds this many times the median of the last 100 steps
-    (a spike); default: only if the norm is not finite."""
 
     @property
     def optimizer_steps(self) -> int:
@@ -103,13 +95,7 @@ class TrainConfig(Section):
     @property
     def loss_in_words(self) -> str:
         """What the loss in the metrics is; empty for the cross-entropy."""
-        if self.teacher == "none" or self.teacher_weight == 0:
-            return ""
-        divergence = "KL divergence from the original"
-        if self.teacher_weight < 1:
-            shares = (100 * self.teacher_weight, 100 * (1 - self.teacher_weight))
-            divergence = f"{shares[0]:.3g} % {divergence}, {shares[1]:.3g} % cross-entropy"
-        return divergence
+        return "" if self.teacher == "none" else "KL divergence from the original"
 
 
 ROUTER_LOSS = (
@@ -155,8 +141,8 @@ def checkpoint_folders(train: Path) -> dict[str, Path]:
 class TrainingStep(Record):
     """A line of train/metrics.jsonl; `tokens` and `seconds` count from the start of training.
 
-    A `skipped` step changed no weight; loss and norm are None if not finite. `tokens_per_second`
-    and `mfu` leave out the `checkpoint_seconds` since the step before and the time of scores.
+    Loss and norm are None if not finite. `tokens_per_second` and `mfu` leave out the
+    `checkpoint_seconds` since the step before and the time of scores.
     `memory`: peak bytes of the first process. `heldout_loss` is in nats per token,
     `heldout_by_position` by quarter of the sequence, None for a quarter without predictions.
     `source_tokens` are the tokens read so far from each source of prepare.
@@ -168,7 +154,6 @@ class TrainingStep(Record):
     learning_rate: float
     grad_norm: float | None
     seconds: float
-    skipped: bool = False
     tokens_per_second: float | None = None
     mfu: float | None = None
     memory: int | None = None
@@ -295,7 +280,6 @@ def _deepspeed_faults(train: TrainConfig, runtime: Runtime, saved: str) -> Itera
         "train.teacher": train.teacher != "none",
         "train.lora": train.lora is not None,
         "runtime.context_parallel": runtime.context_parallel > 1,
-        "train.bad_steps": train.bad_steps == "skip",
     }
     for field, is_set in unsupported.items():
         if is_set:

@@ -236,7 +236,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (2, 2, "none", {"document_masking": True}),
         (4, 2, "fsdp", {"document_masking": True}),
-        (4, 4, "fsdp", {"teacher": "original", "teacher_weight": 0.7}),
+        (4, 4, "fsdp", {"teacher": "original"}),
     ],
 )
 def test_training_on_split_sequences_equals_that_of_one_process(

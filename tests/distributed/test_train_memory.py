@@ -187,7 +187,6 @@ def measured_load(case: str, work_dir: str, changes: str) -> None:
     run.load_for_training = load_from_here
     # DeepSpeed's copies for its optimizer do not belong to loading.
     Accelerator.prepare = lambda self, *parts: parts
-    run.parallel.check_sharding_runs = lambda *parts: None
     loop = run.build_loop(config, inputs, work, RestartPoints(work, config.section))
     gc.collect()
     measured = {"peak": meter.peak() - before, "kept": meter.in_use() - before}

@@ -142,7 +142,6 @@ NEIGHBOURS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "train.checkpoint_tokens=[2048]", ()),
     ("runtime.micro_batch_size=3", "train.batch_tokens", "batches of 3",
      "runtime.micro_batch_size=4", ()),
-    (DEEPSPEED, "train.bad_steps", "deepspeed", "runtime.sharding=fsdp", ("train.bad_steps=skip",)),
     (DEEPSPEED, "materialize.dtype", "rounded", "materialize.dtype=bfloat16",
      (DEEPSPEED, "train.freeze=attention_only", "train.mixed_precision=bf16",
       "materialize.dtype=float32")),

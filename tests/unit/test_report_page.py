@@ -424,9 +424,6 @@ def test_paths_below_the_checkout_are_shown_relative_to_it(
     [
         ({}, ""),
         ({"teacher": "original"}, " (KL divergence from the original)"),
-        ({"teacher": "original", "teacher_weight": 0.0}, ""),
-        ({"teacher": "original", "teacher_weight": 0.7},
-         " (70 % KL divergence from the original, 30 % cross-entropy)"),
     ],
 )  # fmt: skip
 def test_the_training_loss_is_called_what_it_is(

@@ -577,19 +577,6 @@ def test_one_process_shards_nothing_and_deepspeed_must_be_installed(
         parallel.actual_sharding(Runtime(sharding="deepspeed"))
 
 
-def test_an_error_is_raised_if_accelerate_chose_another_sharding(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    plain = torch.nn.Linear(2, 2)
-    parallel.check_sharding_runs(plain, Runtime(sharding="none"))
-    with pytest.raises(RunError, match="fsdp is set, but the model would run with none"):
-        parallel.check_sharding_runs(plain, Runtime(sharding="fsdp"))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RunError, match="Linear with 2 processes"):
-        parallel.check_sharding_runs(plain, Runtime(sharding="none"))
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is present")
 def test_liger_is_refused_without_a_gpu(case: Path) -> None:
     config = stage_config(train={"liger": True})
@@ -898,7 +885,7 @@ def test_the_log_line_of_a_step_has_all_its_numbers(
     log = MetricsLog(tmp_path, schedule(), 0)
     values = {
         "mfu": 0.4321, "memory": 3 * 2**29, "data_seconds": 1.0,
-        "checkpoint_seconds": 0.9, "needle_score": 0.75, "heldout_loss": 2.34567, "skipped": True,
+        "checkpoint_seconds": 0.9, "needle_score": 0.75, "heldout_loss": 2.34567,
     }  # fmt: skip
     log.write(1, 3.0, float("nan"), learning_rate=2e-5, **values)
     log.write(10, 2.0, 0.5, learning_rate=1e-5)
@@ -907,7 +894,6 @@ def test_the_log_line_of_a_step_has_all_its_numbers(
     assert first.startswith(
         "step 1/10: loss 3.0000, lr 2.00e-05, grad norm not finite, N tokens/s, "
         "MFU 43.2%, 1.5 GiB, data 1.0 s, needle score 0.750, held-out loss 2.3457, "
-        "skipped, "
     )
     assert last == "step 10/10: loss 2.0000, lr 1.00e-05, grad norm 0.500, N tokens/s, 0.0 s left"
 
@@ -979,10 +965,10 @@ def test_speed_leaves_out_saving_and_scoring(tmp_path: Path) -> None:
         schedule=SimpleNamespace(batch_tokens=100, sequences=4),
         flops=1e4, sources=SimpleNamespace(until=lambda count: {"a": count}),
     )  # fmt: skip
-    Loop.log(loop, 1.0, 2.0, False, {"needle_score": 0.5})
+    Loop.log(loop, 1.0, 2.0, {"needle_score": 0.5})
     assert written.pop("memory") > 2**20 and loop._seconds == [5.0]
     assert written == {
-        "learning_rate": 0.5, "skipped": None, "needle_score": 0.5,
+        "learning_rate": 0.5, "needle_score": 0.5,
         "tokens_per_second": 20.0, "mfu": 0.5, "source_tokens": {"a": 12}, "data_seconds": 0.25,
         "checkpoint_seconds": 2.0,
     }  # fmt: skip
