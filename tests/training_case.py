@@ -44,8 +44,6 @@ _HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 DEEPSPEED = pytest.param(
     "deepspeed", marks=pytest.mark.skipif(not _HAS_DEEPSPEED, reason="deepspeed is not installed")
 )
-# For a loop over them in one test.
-SHARDINGS = ("fsdp", "deepspeed") if _HAS_DEEPSPEED else ("fsdp",)
 
 
 def make_case(

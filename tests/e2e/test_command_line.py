@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -61,15 +60,8 @@ def test_a_run_with_missing_scores_ends_with_1(case: Case) -> None:
     ("kind", "status", "sentence"),
     [
         ("user", 2, "error: search: the corpus at x is empty; name another"),
-        ("run", 1, "error: search: the loss diverged"),
-        ("disk", 1, "is full; free some space and run the same command again"),
         ("kill", 1, "error: search: its process was ended by SIGKILL"),
         ("bug", 1, "error: search: unexpected KeyError: 'boom'; the traceback is in "),
-        (
-            "stopped",
-            1,
-            "error: search: unexpected _StoppedWhileReportingError: boom; the traceback",
-        ),
     ],
 )
 def test_a_failure_prints_one_sentence(case: Case, kind: str, status: int, sentence: str) -> None:
@@ -88,15 +80,6 @@ def test_faults_of_the_recipe_and_of_the_command_end_with_2(case: Case) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {case.file}: 2 faults\n  search.swa_ration: unknown key")
     assert case.fork("run", "--until", "nowhere").returncode == 2
-    assert case.fork("wrong").returncode == 2
-    missing_recipe = subprocess.run(
-        [sys.executable, "-m", "pipeline", "status", "no/such.yaml"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert missing_recipe.returncode == 2
-    assert missing_recipe.stderr == "error: no/such.yaml: there is no such recipe file\n"
 
 
 def test_a_killed_run_resumes_with_the_same_command(case: Case) -> None:
@@ -119,7 +102,7 @@ def test_a_killed_run_resumes_with_the_same_command(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("signum", "status"), [(signal.SIGTERM, REQUEUE_STATUS), (signal.SIGINT, 130)]
+    ("signum", "status"), [(signal.SIGHUP, REQUEUE_STATUS), (signal.SIGINT, 130)]
 )
 def test_stopping_ends_every_process(case: Case, signum: signal.Signals, status: int) -> None:
     run = case.start("run", FAKE_SLEEP="search=60")
@@ -131,54 +114,30 @@ def test_stopping_ends_every_process(case: Case, signum: signal.Signals, status:
     assert gone(worker)
 
 
-@pytest.mark.parametrize(("signum", "processes"), [(signal.SIGTERM, 2), (signal.SIGUSR1, 1)])
-def test_a_stopped_stage_may_take_its_time_to_save(
-    case: Case, signum: signal.Signals, processes: int
-) -> None:
+def test_a_stopped_stage_may_take_its_time_to_save(case: Case) -> None:
     case.make("original")
     run = case.start(
-        "run", f"runtime.processes={processes}", distributed=True,
-        FAKE_SLEEP="train=60", FAKE_SAVE="train",
+        "run", "runtime.processes=2", distributed=True, FAKE_SLEEP="train=60", FAKE_SAVE="train",
     )  # fmt: skip
-    workers = [int(wait_for(case.folder / f"train.{rank}", 300)) for rank in range(processes)]
-    run.send_signal(signum)
+    workers = [int(wait_for(case.folder / f"train.{rank}", 300)) for rank in (0, 1)]
+    run.send_signal(signal.SIGTERM)
     done = run.done()
     assert done.returncode == REQUEUE_STATUS, done.stderr
     assert "train: stopped, its work is saved; the same command resumes from here" in done.stderr
     assert all(gone(worker) for worker in workers)
 
 
-_TRAINS = ("run", "runtime.processes=2", "--until", "train")
-_TRAINS_A_WHILE = {"FAKE_SLEEP": "train=3", "FAKE_SAVE": "train"}
-
-
-def close_terminal(case: Case, group: int) -> list[int]:
-    """Once training has begun: SIGHUP from the shell, and when the shell has ended."""
-    workers = [int(wait_for(case.folder / f"train.{rank}", 300)) for rank in (0, 1)]
-    for _ in range(2):
-        os.killpg(group, signal.SIGHUP)
-        time.sleep(0.2)
-    return workers
-
-
-def test_closing_the_terminal_stops_a_run(case: Case) -> None:
-    case.make("original")
-    run = case.start(*_TRAINS, distributed=True, **_TRAINS_A_WHILE)
-    workers = close_terminal(case, run.pid)
-    assert run.wait() == REQUEUE_STATUS
-    assert all(gone(worker) for worker in workers) and not list(case.runs.glob("locks/*.holder"))
-
-
 def test_closing_the_terminal_does_not_stop_a_run_under_nohup(case: Case) -> None:
     """Every process notices at its start that SIGHUP is ignored, so all are new ones."""
     case.make("original")
     run = subprocess.Popen(
-        case.command(*_TRAINS, distributed=True),
-        env=case.environment(**_TRAINS_A_WHILE),
+        case.command("run", "runtime.processes=2", "--until", "train", distributed=True),
+        env=case.environment(FAKE_SLEEP="train=3", FAKE_SAVE="train"),
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
     )
-    workers = close_terminal(case, run.pid)
+    workers = [int(wait_for(case.folder / f"train.{rank}", 300)) for rank in (0, 1)]
+    os.killpg(run.pid, signal.SIGHUP)
     assert run.wait() == 0
     assert all(gone(worker) for worker in workers) and not list(case.runs.glob("locks/*.holder"))
 
@@ -189,7 +148,6 @@ def test_closing_the_terminal_does_not_stop_a_run_under_nohup(case: Case) -> Non
         ([0, 0], "", 0, False),
         ([75, 75], "", 75, True),
         ([75], "100", 75, False),
-        ([2], "", 2, False),
         # srun kills the other node, which ends with 75 and would count as stopped.
         ([1, 75], "", 1, False),
     ],
@@ -255,18 +213,15 @@ def test_launch_scripts_called_wrongly_end_with_2() -> None:
     assert slurm.returncode == 2
 
 
-@pytest.mark.parametrize("count", ["abc", "-1", "3.5"])
-def test_an_invalid_number_of_requeues_is_refused_before_the_job(
-    tmp_path: Path, count: str
-) -> None:
+def test_an_invalid_number_of_requeues_is_refused_before_the_job(tmp_path: Path) -> None:
     (tmp_path / "launch").mkdir()
     (
         tmp_path / "launch/torchrun.sh"
     ).touch()  # by which the script recognises a checkout; it starts nothing here
-    job = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(tmp_path), "BOSCH_REQUEUES": count}
+    job = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(tmp_path), "BOSCH_REQUEUES": "3.5"}
     done = subprocess.run(
         ["bash", ROOT / "launch/slurm.sh", "recipe.yaml"],
         capture_output=True, text=True, env={**os.environ, **job},
     )  # fmt: skip
     assert done.returncode == 2
-    assert done.stderr == f"error: BOSCH_REQUEUES={count}: expected a count of times\n"
+    assert done.stderr == "error: BOSCH_REQUEUES=3.5: expected a count of times\n"

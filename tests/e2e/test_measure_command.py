@@ -63,13 +63,8 @@ def test_a_report_in_which_the_original_ran_out_of_memory(model: Path, tmp_path:
     [
         (["no/such/model"], "no/such/model"),
         (["--ratios", "0.5,2"], "--ratios: expected a value at most 1, found "),
-        (["--memory-limit", "much"], "--memory-limit: expected a size like 40GB or 512MiB"),
-        (["--attention", "magic"], "attention backend 'magic' is unknown"),
-        (["--original", "elsewhere"], "--original: "),
         (["--dtype", "int3"], "--dtype: expected float32, bfloat16, float16, found 'int3'"),
         (["--lengths", "4k,long"], "--lengths: 'long' is not a count"),
-        (["--seed", "2147483648"], "--seed: expected a value less than 2,147,483,648"),
-        (["--seed", "-1"], "--seed: expected a value at least 0"),
         (["--sinks", "2147483647"], "--windows and --sinks: window_size and sinks are 1,024 with"),
     ],
 )

@@ -105,7 +105,7 @@ def test_a_token_without_an_embedding_is_refused_before_the_search(model, corpus
         run(config(grown, corpus), tmp_path / "out")
 
 
-@pytest.mark.parametrize(("length", "share"), [(3000, 0), (290, 3.56), (200, None)])
+@pytest.mark.parametrize(("length", "share"), [(290, 3.56), (200, None)])
 def test_a_source_below_half_of_its_share_is_reported(model, tmp_path, caplog, length, share):
     (tmp_path / "long.txt").write_text("One document. " * length)
     sources = [
@@ -246,23 +246,10 @@ def test_a_damaged_file_is_reported_by_the_process_that_reads_it(model, corpus, 
         run(config(model, corpus, workers=2), tmp_path / "out")
 
 
-def test_a_folder_without_files_of_a_model_has_no_tokenizer(corpus, tmp_path):
-    (tmp_path / "nothing").mkdir()
-    with pytest.raises(UserError, match="nothing: no tokenizer could be loaded"):
-        run(config(tmp_path / "nothing", corpus), tmp_path / "out")
-
-
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
         ("tokenizer.json", '{"version": "1.0", ', r"tokenizer\.json cannot be read as JSON"),
-        ("tokenizer_config.json", "", r"tokenizer_config\.json cannot be read as JSON"),
-        ("tokenizer_config.json", '{"tokenizer_class": "RagTokenizer"}', "no tokenizer could be"),
-        (
-            "tokenizer_config.json",
-            '{"model_max_length": "x"}',
-            "no tokenizer could be loaded .*'>'",
-        ),
         (
             "config.json",
             '{"model_type": "qwen3", "rms_norm_eps": "small"}',

@@ -101,9 +101,6 @@ def test_the_pipeline_runs_and_a_second_run_does_nothing(undisturbed: Path) -> N
     assert "http-equiv" in page
     assert 'href="quickstart/report/index.html"' in (undisturbed / "index.html").read_text()
     assert "nothing to do" in finish(undisturbed)
-    printed = finish(undisturbed, "search.swa_ratio=0.5", "--dry-run")
-    assert "prepare      cached" in printed
-    assert "search.swa_ratio changed 0.75 → 0.5" in printed
 
 
 @pytest.mark.slow
@@ -124,9 +121,8 @@ def test_a_run_killed_again_and_again_ends_the_same(undisturbed: Path, tmp_path:
 def test_two_processes_run_the_recipe_with_a_batch_of_one_sequence(
     undisturbed: Path, tmp_path: Path
 ) -> None:
-    two = ["--until", "train", "runtime.processes=2"]
-    assert "train: runs on 1 of 2 processes" in finish(tmp_path, *two, "train.batch_tokens=256")
-    assert "runs on" not in finish(tmp_path, *two)
+    two = ["--until", "train", "runtime.processes=2", "train.batch_tokens=256"]
+    assert "train: runs on 1 of 2 processes" in finish(tmp_path, *two)
     assert results(tmp_path)["mask"] == results(undisturbed)["mask"]
 
 

@@ -37,9 +37,7 @@ def _span(packed: bool, seed: int) -> AttentionContext:
     return AttentionContext(LENGTH, document=borders.long().cumsum(-1))
 
 
-@pytest.mark.parametrize(
-    ("searched", "sinks", "packed"), [(False, 0, False), (False, 4, True), (True, 0, True)]
-)
+@pytest.mark.parametrize(("searched", "sinks", "packed"), [(False, 4, True), (True, 0, False)])
 def test_a_compiled_layer_trains_like_the_layer(searched: bool, sinks: int, packed: bool) -> None:
     """Outputs and all gradients; other data and other documents use the same graph."""
     model = small_model()
@@ -83,9 +81,7 @@ def test_a_compiled_model_computes_the_same() -> None:
             assert (out.past_key_values is None) == ("use_cache" in options)
 
 
-@pytest.mark.parametrize(
-    ("block", "window", "count"), [(4, 7, 3), (16, 7, 3), (4, 8, 3), (5, 2, 4), (3, 9, 1)]
-)
+@pytest.mark.parametrize(("block", "window", "count"), [(4, 7, 3), (16, 7, 3), (3, 9, 1)])
 def test_bands_are_overlapping_slices_and_their_gradients_add_up(
     block: int, window: int, count: int
 ) -> None:
@@ -158,15 +154,7 @@ def test_a_compiled_search_has_one_graph_for_each_number_of_full_heads() -> None
 def test_a_new_head_mask_does_not_compile_the_flex_kernel_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With inductor, here for the CPU, which has only the forward pass.
-
-    It compiles the kernel alone: no programs that try instruction sets, and no precompiled headers.
-    """
-    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")  # which flex_attention requires on x86
-    settings = {"cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": False, "compile_threads": 1}
-    for name, value in settings.items():
-        monkeypatch.setattr(torch._inductor.config, name, value)
-    counter = CompileCounterWithBackend("inductor")
+    counter = CompileCounterWithBackend("aot_eager")
     kernel = torch.compile(torch_flex.flex_attention, backend=counter)
     monkeypatch.setattr(flex, "kernel_for", lambda device: kernel)
     torch.manual_seed(0)

@@ -29,10 +29,8 @@ from bosch.model.materialize import materialize, permute_heads
 from bosch.model.registration import register_model
 from bosch.model.search_mode import apply_head_mask, prepare_for_search
 from bosch.model.stored_config import StoredConfig
-from bosch.objective.calibration import CalibrationSet
 from bosch.objective.decoder_shape import DecoderShape
 from bosch.objective.flops import Flops
-from bosch.objective.objective import Objective
 from bosch.window import Window
 from tests.hybrid_case import (
     FAMILY_NAMES,
@@ -197,25 +195,6 @@ def test_permuting_heads_alone_keeps_the_function(family: str) -> None:
     assert all(set(name.split(".")) & parts for name in moved)
     model.load_state_dict(weights)
     torch.testing.assert_close(logits_of(model, ids), before, **_NEAR)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("family", TESTED)
-def test_a_search_scores_a_mask_as_plain_passes_do(family: str) -> None:
-    """In the last layer, of any kind, the objective computes only the positions of the answers."""
-    model = small_model(family)
-    mask = mask_of(model.config)
-    records = [(tokens(1, length, seed=length)[0].tolist(), n) for length, n in ((14, 2), (11, 3))]
-    apply_head_mask(model, mask, Window(5))
-    total = 0.0
-    for ids, answer in records:
-        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
-        predicted = range(len(ids) - answer, len(ids))
-        total += sum(logits[place - 1, ids[place]].item() for place in predicted)
-    prepare_for_search(model)
-    objective = Objective(model, CalibrationSet.from_records(records), Window(5))
-    found = objective.evaluate(mask).log_likelihood
-    assert found == pytest.approx(total / len(records), rel=1e-4)
 
 
 @pytest.mark.parametrize("family", TESTED)

@@ -97,7 +97,7 @@ def test_the_even_layout_meets_the_budget_with_similar_layers(
     assert max(full) <= heads
 
 
-@pytest.mark.parametrize("length", [5, 8, 9, 40])
+@pytest.mark.parametrize("length", [5, 40])
 def test_the_measured_cache_equals_the_formula_to_the_byte(folder: Path, length: int) -> None:
     """Two layers of two KV heads, one of each kind: W - 1 = 7 tokens and two sinks."""
     figures = process.measure_run(request(folder, "model", HYBRID, length))
@@ -130,12 +130,12 @@ def test_the_original_runs_the_requested_attention(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("family", "implementation"),
-    [("gemma2", "bosch"), ("gpt_oss", "bosch"), ("gemma3_text", "sdpa")],
+    [("gpt_oss", "bosch"), ("gemma3_text", "sdpa")],
 )
 def test_an_original_with_windows_of_its_own_needs_no_options(
     family: str, implementation: str, tmp_path: Path
 ) -> None:
-    """transformers has no sdpa for two of them; not all 20 tokens after the prompt are cached."""
+    """transformers has no sdpa for one of them; not all 20 tokens after the prompt are cached."""
     model = small_model(family)
     model.save_pretrained(tmp_path / family)
     full = (KV_HEADS, KV_HEADS)
@@ -239,11 +239,8 @@ def test_a_cache_that_differs_from_the_formula_ends_the_run(
         process.measure_run(request(folder, "model", HYBRID, 15))
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "olmo2", "smollm3"])
-def test_a_hybrids_weights_with_every_head_full_are_the_original(
-    family: str, tmp_path: Path
-) -> None:
-    model = small_model(family)
+def test_a_hybrids_weights_with_every_head_full_are_the_original(tmp_path: Path) -> None:
+    model = small_model("qwen3_moe")
     materialize(model, random_mask(), Window(6)).save_pretrained(tmp_path)
     config = full_attention_config(load_config(str(tmp_path)))
     figures = load_model(tmp_path, dtype="float32", config=config)
@@ -276,26 +273,11 @@ def test_planned_variants_are_the_original_and_the_grid() -> None:
         ("model", None, {"lengths": (32, 99), "windows": (8, 64)},
          "--lengths: a sequence of 32 tokens is shorter than a window"),
         ("hybrid", None, {"ratios": (0.5,)}, "--ratios: the model is a hybrid"),
-        # Backends that are available.
         ("model", None, {"attention": "flex"},
          "--attention: flex computes no passes with a KV cache, a"),
-        ("model", None, {"attention": "flash", "device": "cpu"},
-         "--attention: flash runs on a GPU only, --device is cpu; choose sdpa"),
-        ("model", None, {"attention": "flash", "dtype": "float32"},
-         "and bfloat16, --dtype is float32; choose"),
-        ("model", None, {"attention": "flash", "sinks": 2},
-         "flash has no sinks, --sinks asks for 2"),
         ("hybrid", None, {"attention": "flash"}, "flash has no sinks, the model has 2"),
-        ("model", None, {"attention": "varlen"}, "varlen computes no passes with a KV cache"),
-        # Neither a supported model nor an original of it.
-        ("model", "model", {},
-         "^--original: .*/model is itself an original model"),
-        ("hybrid", "hybrid", {},
-         "^--original: .*/hybrid is a hybrid model; expected its full-attention base"),
         ("hybrid", "wide", {},
          r"^--original: .*/wide has 2 layers of 4 KV heads, .*/hybrid has 2 of 2"),
-        ("gpt2", None, {}, "models of type 'gpt2' are not supported"),
-        ("damaged", None, {}, "layer_types must hold .* for each of 2 layers"),
     ],
 )  # fmt: skip
 def test_impossible_measurements_are_refused_before_any_run(
@@ -304,14 +286,9 @@ def test_impossible_measurements_are_refused_before_any_run(
 ) -> None:  # fmt: skip
     for name in ("flex", "flash", "varlen"):
         monkeypatch.setitem(BACKENDS, name, BACKENDS[name]._replace(usable=lambda: True))
-    for name, base, own in (
-        ("wide", "model", {"num_key_value_heads": 4}),
-        ("gpt2", "model", {"model_type": "gpt2"}),
-        ("damaged", "hybrid", {"layer_types": ["full_attention", "sideways"]}),
-    ):
-        config = json.loads((folder / base / "config.json").read_text())
-        (folder / name).mkdir(exist_ok=True)
-        (folder / name / "config.json").write_text(json.dumps(config | own))
+    config = json.loads((folder / "model" / "config.json").read_text())
+    (folder / "wide").mkdir(exist_ok=True)
+    (folder / "wide" / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 4}))
     original_dir = None if original is None else str(folder / original)
     settings = MeasureSettings(**options)
     with pytest.raises(UserError, match=sentence):

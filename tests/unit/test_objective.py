@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from functools import partial
 from types import SimpleNamespace
 
@@ -140,28 +139,17 @@ def test_a_mask_is_scored_by_definition_in_the_operations_that_torch_counts(fami
             assert objective.whole_pass_operations(mask) == counter.total
 
 
-@pytest.mark.parametrize("recompute", [True, False], ids=["recomputed", "kept"])
 @pytest.mark.parametrize(
-    ("family", "sinks", "changes"),
+    ("family", "sinks", "changes", "recompute"),
     [
-        ("qwen3", 0, {}),
-        ("qwen3", 2, {}),
-        ("phi3", 0, {}),
-        ("glm4", 0, {}),
-        ("gemma3_text", 0, {"layer_types": ["sliding_attention"] * 2 + ["full_attention"]}),
-        ("beam", 0, {}),
-        ("biogpt", 0, {}),
-        ("cohere2", 0, {"layer_types": ["sliding_attention"] + ["full_attention"] * 2}),
-        ("gemma4_text", 0, {}),
-        ("gpt_neox", 0, {}),
-        ("gpt_neox", 0, {"use_parallel_residual": False}),
-        ("granitemoeshared", 0, {}),
-        ("hyperclovax", 0, {}),
-        ("nemotron_h", 0, {"layers_block_type": ["full_attention", "mlp", "full_attention"]}),
-        ("opt", 0, {}),
-        ("opt", 0, {"do_layer_norm_before": False}),
-        ("phi", 0, {}),
-        ("stablelm", 0, {"use_parallel_residual": True}),
+        ("qwen3", 2, {}, True),
+        ("qwen3", 2, {}, False),
+        ("phi3", 0, {}, False),
+        ("gemma3_text", 0, {"layer_types": ["sliding_attention"] * 2 + ["full_attention"]}, False),
+        ("gpt_neox", 0, {}, False),
+        ("granitemoeshared", 0, {}, False),
+        ("nemotron_h", 0, {"layers_block_type": ["full_attention", "mlp", "full_attention"]}, True),
+        ("opt", 0, {}, False),
     ],
 )
 def test_operations_of_a_gradient_are_those_that_torch_counts(family, sinks, changes, recompute):
@@ -193,7 +181,7 @@ def searchable_with(family, **changes):
 
 
 # The last one's feed-forward blocks return their routing, too.
-@pytest.mark.parametrize("family", ["qwen3", "granitemoe", "cohere", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
 def test_layers_are_recomputed_bit_for_bit_once_a_gpu_is_too_small(family, monkeypatch, caplog):
     caplog.set_level("INFO")
     objective, _ = searchable_with(family)
@@ -309,17 +297,16 @@ def test_no_memory_is_stated_if_the_machine_does_not_report_it(tmp_path):
         hardware.host_memory(tmp_path)
 
 
-@pytest.mark.parametrize("sinks", [0, 2])
-def test_masks_of_several_windows_are_scored_by_definition(sinks):
+def test_masks_of_several_windows_are_scored_by_definition():
     """With the operations that torch counts."""
     model, calibration = searchable()
-    windows = [Window(size, sinks) for size in (WINDOW, 2 * WINDOW, 3)]
+    windows = [Window(size, 2) for size in (WINDOW, 2 * WINDOW, 3)]
     objective = Objective(model, calibration, windows, batch_size=4)
     objective.evaluate(FULL)
-    generator = np.random.default_rng(sinks)
+    generator = np.random.default_rng(2)
     first = generator.integers(0, 4, (LAYERS, KV_HEADS))
     scored = set()
-    for layer in [*range(LAYERS), *range(LAYERS)]:
+    for layer in range(LAYERS):
         first[layer] = generator.integers(0, 4, KV_HEADS)
         mask = HeadMask.of_choices(first)
         with CountedFlops() as counter:
@@ -330,7 +317,7 @@ def test_masks_of_several_windows_are_scored_by_definition(sinks):
         assert ours.score == exact
         assert ours.log_likelihood == pytest.approx(likelihood, abs=1e-4)
         scored.add(ours.log_likelihood)
-    assert len(scored) == 2 * LAYERS
+    assert len(scored) == LAYERS
     assert objective.context.window_size == [2 * WINDOW, WINDOW, 3]
     # One window gives bit-identical results alone and in a menu.
     one = Objective(model, calibration, windows[0], batch_size=4).evaluate(random_mask())
@@ -402,28 +389,12 @@ def test_calibration_files_are_read_or_refused_with_the_reason(tmp_path):
     for damage in (
         "",
         "{",
-        "[" * 100_000,
-        "\udcff",
         json.dumps({**record, "answer_length": 3}),
-        json.dumps({**record, "answer_length": 0}),
-        json.dumps({**record, "answer_length": 1.5}),
         json.dumps({**record, "input_ids": [1, -2, 3]}),
-        json.dumps({**record, "input_ids": [1, 2**31, 3]}),
-        json.dumps({**record, "input_ids": ["1", "2", "3"]}),
-        '{"input_ids": 3}',
     ):
         path.write_text(damage, errors="surrogateescape")
         with pytest.raises(UserError, match=r"calibration\.jsonl"):
             CalibrationSet.load(path)
-    for other in ("null", "7", '"x"', "[1]", "{}", '{"input_ids": 3, "answer_length": 1}'):
-        path.write_text(other)
-        with pytest.raises(UserError, match=r"\(expected input_ids and answer_length.*; run the"):
-            CalibrationSet.load(path)
-    with pytest.raises(UserError, match="cannot read"):
-        CalibrationSet.load(tmp_path / "absent.jsonl")
-    os.mkfifo(tmp_path / "pipe.jsonl")
-    with pytest.raises(UserError, match="is a pipe"):
-        CalibrationSet.load(tmp_path / "pipe.jsonl")
 
 
 def test_results_by_example_have_the_mean_of_the_evaluation() -> None:

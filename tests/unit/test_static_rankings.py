@@ -29,7 +29,7 @@ from bosch.search.methods import METHODS
 from bosch.search.runs import run_method, static_mask
 from bosch.search.settings import SearchSettings
 from bosch.window import Window
-from tests.hybrid_case import PLAIN, small_config, small_model, tokens
+from tests.hybrid_case import small_config, small_model, tokens
 from tests.unit.test_training_loss import LargestTensor
 from tests.window_landscapes import WindowLandscape
 
@@ -80,7 +80,7 @@ def histogram_share(matrices, window):
     return share[:, :, :window].sum(dim=-1).numpy()
 
 
-@pytest.mark.parametrize("family", PLAIN)
+@pytest.mark.parametrize("family", ["phi3", "qwen3_moe"])
 def test_dcam_is_the_lag_histogram_in_any_family(family):
     model, calibration = case(family)
     twin = eager_twin(model, family)
@@ -90,7 +90,7 @@ def test_dcam_is_the_lag_histogram_in_any_family(family):
     assert computed.std() > 0.005
 
 
-@pytest.mark.parametrize("family", ["gemma2", "vaultgemma", "gpt_oss"])
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
 def test_probabilities_include_capped_logits_and_extra_logits(family):
     model, ids = small_model(family), tokens(1, 20)
     with torch.no_grad():
@@ -109,7 +109,7 @@ def test_probabilities_include_capped_logits_and_extra_logits(family):
     assert seen == [0, 1]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gemma", "granite"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_fisher_is_the_histogram_of_autograds_gradients(family):
     model, calibration = case(family)
     twin = eager_twin(model, family)
@@ -127,9 +127,8 @@ def test_fisher_is_the_histogram_of_autograds_gradients(family):
     assert computed.std() > 0.01
 
 
-@pytest.mark.parametrize("family", ["gemma4", "gemma4_text"])
-def test_fisher_works_in_bfloat16_with_embeddings_of_each_layer(family):
-    model = small_model(family).bfloat16()
+def test_fisher_works_in_bfloat16_with_embeddings_of_each_layer():
+    model = small_model("gemma4_text").bfloat16()
     records = [(tokens(1, 12)[0].tolist(), 4)]
     scores = fisher(model, CalibrationSet.from_records(records), WINDOW)
     assert np.isfinite(scores).all() and scores.any()
@@ -158,9 +157,9 @@ def test_apl_is_the_median_peak_of_the_last_answer_token():
     assert 0 < (computed > 0).sum() < computed.size
 
 
-@pytest.mark.parametrize("window", [WINDOW, 40])
-def test_proxy_counts_the_blocks_each_row_needs(window):
+def test_proxy_counts_the_blocks_each_row_needs():
     model, calibration = case()
+    window = 40
     size = window // 8
     twin = eager_twin(model)
     needed = np.zeros((LAYERS, HEADS))
@@ -353,16 +352,14 @@ def planted():
     return model, calibration, is_full
 
 
-@pytest.mark.parametrize("granularity", [1, 2])
 @pytest.mark.parametrize("name", RANKINGS)
-def test_a_ranking_finds_the_planted_local_heads(name, granularity):
+def test_a_ranking_finds_the_planted_local_heads(name):
     """Equal queries and keys attend to neighbours, zero keys to all tokens alike.
 
     The first head is local: by it Proxy orders the blocks of the others.
     """
     model, calibration, is_full = planted()
-    options = replace(HALF, head_granularity=granularity)
-    ranked = static_mask(name, model, calibration, WINDOW, options)
+    ranked = static_mask(name, model, calibration, WINDOW, HALF)
     assert ranked.mask == HeadMask(is_full)
 
 
