@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+import bz2
 import glob
+import gzip
+import io
+import lzma
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from bosch.errors import UserError
-from bosch.files import NOT_REGULAR, read_json
+from bosch.files import read_json
+
+_OPENERS: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+
+
+def compressible(*suffixes: str) -> tuple[str, ...]:
+    """Suffixes of plain and of compressed files."""
+    return tuple(suffix + end for suffix in suffixes for end in ("", *_OPENERS, ".zst"))
+
+
+def is_compressed(path: Path) -> bool:
+    return path.suffix in (*_OPENERS, ".zst")
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """Open a file, decompressed as its suffix says."""
+    if path.suffix == ".zst":
+        import pyarrow as pa
+
+        return io.BufferedReader(pa.input_stream(str(path), compression="zstd"))  # type: ignore[return-value]
+    return _OPENERS.get(path.suffix, open)(path, "rb")
 
 
 def files_of(where: str, pattern: str, suffixes: tuple[str, ...] = ("",)) -> list[Path]:
@@ -19,22 +43,18 @@ def files_of(where: str, pattern: str, suffixes: tuple[str, ...] = ("",)) -> lis
     UserError when there is no such file, with `where` as its path.
     """
     path = Path(pattern).expanduser()
-    if path.is_file():
-        return [path]
     if path.is_dir():
-        files = sorted(file for file in files_below(path) if file.name.endswith(suffixes))
+        files = [file for file in files_below(path) if file.name.endswith(suffixes)]
         if not files:
             plain = [suffix for suffix in suffixes if suffix.count(".") == 1]
             expected = " or ".join(plain) or "file"
             raise UserError(f"the folder {pattern} holds no {expected}", where)
-        return files
-    matches = map(Path, glob.glob(str(path), recursive=True))
-    files = sorted(match for match in matches if not match.is_dir())
-    for file in files:
-        _require_file(file)
-    if not files:
-        raise UserError(f"{pattern} names no file; expected a file, a folder or a glob", where)
-    return files
+    else:
+        matches = [path] if path.exists() else map(Path, glob.glob(str(path), recursive=True))
+        files = [match for match in matches if match.is_file()]
+        if not files:
+            raise UserError(f"{pattern} names no file; expected a file, a folder or a glob", where)
+    return sorted(files)
 
 
 def is_local(path: str) -> bool:
@@ -45,41 +65,19 @@ def is_local(path: str) -> bool:
 def files_below(folder: Path) -> Iterator[Path]:
     """All files below a folder, links followed, hidden ones left out, in no particular order.
 
-    Raises UserError for a folder that cannot be listed, a broken link, a link to a folder that
-    contains it, and a pipe, socket or device.
+    Raises OSError for a folder that cannot be listed, and UserError for a broken link.
     """
     for directory, folders, names in os.walk(folder, onerror=_refuse, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in folders:
-            _check_link(folder, Path(directory, name))
-        for name in names:
-            path = Path(directory, name)
-            if name.startswith("."):
-                continue
-            _require_file(path)
-            yield path
+        for path in (Path(directory, name) for name in names if not name.startswith(".")):
+            if path.is_file():
+                yield path
+            elif path.is_symlink():
+                raise UserError(f"{path} is a link that leads nowhere; remove it")
 
 
 def _refuse(error: OSError) -> NoReturn:
-    raise UserError(f"{error.filename} cannot be listed ({error.strerror})")
-
-
-def _check_link(folder: Path, path: Path) -> None:
-    """Raise UserError for a link below `folder` to a folder that contains it."""
-    if not path.is_symlink():
-        return
-    parents = path.relative_to(folder).parents  # some of which may be links
-    enclosing = {Path(os.path.realpath(folder / parent)) for parent in parents}
-    enclosing |= {parent for target in enclosing for parent in target.parents}
-    if Path(os.path.realpath(path)) in enclosing:
-        raise UserError(f"{path} is a link to a folder that it lies in; remove it")
-
-
-def _require_file(path: Path) -> None:
-    if not path.exists():
-        raise UserError(f"{path} is a link that leads nowhere; remove it")
-    if not path.is_file():
-        raise UserError(f"{path} {NOT_REGULAR}; remove it")
+    raise error
 
 
 # Files of a model directory from which its tokenizer is read.

@@ -1,79 +1,27 @@
-"""Text files (large ones in pieces), the prose of haystacks, and their tokens."""
+"""Text files, the prose of haystacks, and their tokens."""
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bosch.errors import UserError
 from bosch.files import load_json
-from data_prep.compressed import READ_FAULTS, open_plain, read_fault
-from data_prep.source_files import files_below
+from data_prep.source_files import files_below, open_plain
 
-PIECE_BYTES = 2**17
-# Characters that are encoded at once; each takes more than 100 bytes of memory.
-WINDOW = 2**17
 _PROSE_SUFFIXES = (".txt", ".md", ".json")
 
 
-def decode_utf8(data: bytes, where: str, offset: int) -> str:
-    """`data` as text; `where` and `offset` (of the first byte) are for the error message."""
-    try:
-        return data.decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        position = offset + error.start
-        raise UserError(
-            f"{where}: not UTF-8 at byte {position} (0x{data[error.start]:02x}); "
-            "convert the file to UTF-8 or leave it out"
-        ) from None
-
-
-@dataclass(frozen=True)
-class TextFile:
-    """A document that is a whole file, too large for one string."""
-
-    path: Path
-
-    def pieces(self) -> Iterator[str]:
-        """The file's text, decompressed and without a byte order mark, in pieces of bounded size.
-
-        Raises UserError, with the file and the byte offset, if it cannot be read or is not UTF-8.
-        """
-        decoder = codecs.getincrementaldecoder("utf-8-sig")()
-        offset, is_end = 0, False
-        try:
-            with open_plain(self.path) as file:
-                while not is_end:
-                    block, pending = file.read(PIECE_BYTES), decoder.getstate()[0]
-                    is_end = not block
-                    try:
-                        text = decoder.decode(block, is_end)
-                    except UnicodeDecodeError:
-                        text = decode_utf8(pending + block, f"{self.path}", offset - len(pending))
-                    offset += len(block)
-                    yield text
-        except READ_FAULTS as error:
-            raise read_fault(self.path, error) from error
-
-
 def read_utf8(path: Path) -> str:
-    return "".join(TextFile(path).pieces())
-
-
-# One text: a string, or a file that is read in pieces.
-Document = str | TextFile
-
-
-@dataclass(frozen=True)
-class BadRecord:
-    """A record that is no document: what is wrong, and where."""
-
-    fault: str
+    """A file's text, decompressed and without a byte order mark."""
+    with open_plain(path) as file:
+        try:
+            return file.read().decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}: not UTF-8 at byte {error.start}; convert the file") from None
 
 
 def haystack_words(essay_dir: str | Path | None) -> list[str]:

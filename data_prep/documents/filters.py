@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from data_prep.text import Document, TextFile
-
 
 @dataclass(frozen=True)
 class Filters:
@@ -31,11 +29,8 @@ class Filters:
         """
         return all(_matches(record.get(name), pattern) for name, pattern in self.matches.items())
 
-    def allow_text(self, document: Document) -> bool:
-        if self.min_characters is None and self.max_characters is None:
-            return True
-        pieces = document.pieces() if isinstance(document, TextFile) else [document]
-        return _within(sum(map(len, pieces)), self.min_characters, self.max_characters)
+    def allow_text(self, text: str) -> bool:
+        return _within(len(text), self.min_characters, self.max_characters)
 
     def allow_tokens(self, tokens: int) -> bool:
         return _within(tokens, self.min_tokens, self.max_tokens)

@@ -7,22 +7,19 @@ variable size, then the columns' bytes in the index's order.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import xxhash
 
 from bosch.errors import UserError
-from bosch.files import read_regular
-from data_prep.documents.mds_index import Shard
-
-# Errors of decoders for damaged bytes.
-_DAMAGE = (ValueError, IndexError, KeyError, TypeError, OverflowError, RecursionError)
+from data_prep.documents.mds_index import INDEX, Shard, ShardFile
 
 _SPANS = "indices"
 # Array dtypes by their code, the first byte of an array without a fixed dtype.
@@ -35,89 +32,57 @@ _TYPES = {
 def read_samples(folder: Path, shard: Shard, columns: Collection[str]) -> Iterator[dict[str, Any]]:
     """The shard's samples as dictionaries of those of `columns` that it has.
 
-    Raises UserError, with the file and the sample, if the shard is missing, truncated, damaged, or
-    differs from its index (size, hashes, number of samples).
+    Raises UserError, with the file, if its size or hash is not that of the index.
     """
-    path, is_compressed = shard.file(folder)
-    data = _shard_bytes(path, shard, is_compressed)
-    header = np.frombuffer(data, "<u4", len(data) // 4)
-    if len(header) < 2 + shard.samples or header[0] != shard.samples:
-        raise UserError(f"{path}: expected {shard.samples} samples; the shard is damaged")
-    offsets = header[1 : shard.samples + 2].tolist()
-    decoders = [
-        (name, _decoder(kind, f"{path}: column {name}") if name in columns else None)
-        for name, kind in zip(shard.column_names, shard.column_encodings, strict=True)
-    ]
-    for number, (begin, end) in enumerate(itertools.pairwise(offsets)):
-        if not begin <= end <= len(data):
-            raise UserError(f"{path}: ends inside sample {number}; get it again")
-        try:
-            yield _decode_sample(shard.column_sizes, decoders, data[begin:end])
-        except _DAMAGE as error:
-            reason = " ".join(str(error).split())[:200]
-            raise UserError(f"{path}: sample {number} is damaged ({reason})") from None
-
-
-def _shard_bytes(path: Path, shard: Shard, is_compressed: bool) -> memoryview:
-    """The decompressed bytes of the shard, verified against the index."""
-    stated = shard.zip_data if is_compressed and shard.zip_data is not None else shard.raw_data
-    try:
-        stored = read_regular(path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    stated.check(stored, path)
-    if not is_compressed:
-        return memoryview(stored)
-    try:
+    path, entry = shard.file(folder)
+    stored = path.read_bytes()
+    _check(path, stored, entry)
+    data = memoryview(stored)
+    if entry is not shard.raw_data:
         plain = pa.decompress(stored, decompressed_size=shard.raw_data.size, codec="zstd")
-    except OSError as error:
+        if not entry.hashes:
+            _check(path, plain, shard.raw_data)
+        data = memoryview(plain)
+    offsets = np.frombuffer(data, "<u4", shard.samples + 1, offset=4).tolist()
+    variable = shard.column_sizes.count(None)
+    names = list(zip(shard.column_names, shard.column_encodings, shard.column_sizes, strict=True))
+    for begin, end in itertools.pairwise(offsets):
+        sizes = iter(np.frombuffer(data, "<u4", variable, offset=begin).tolist())
+        sample, at = {}, begin + 4 * variable
+        for name, encoding, fixed in names:
+            size = next(sizes) if fixed is None else fixed
+            if name in columns:
+                sample[name] = _decode(encoding, data[at : at + size])
+            at += size
+        if at != end:
+            raise UserError(f"{path}: a sample has {end - begin:,} bytes, its columns others")
+        yield sample
+
+
+def _check(path: Path, data: Any, stated: ShardFile) -> None:
+    """Raise UserError unless `data`, read from `path`, has the stated size and hashes."""
+    if len(data) != stated.size:
         raise UserError(
-            f"{path}: not a whole zstd file of {shard.raw_data.size:,} bytes ({error}); "
-            "get it again"
-        ) from None
-    if not stated.hashes:
-        shard.raw_data.check(plain, path)
-    return memoryview(plain)
+            f"{path}: has {len(data):,} bytes where {INDEX} states {stated.size:,}; get it again"
+        )
+    for name, digest in stated.hashes.items():
+        module: Any = xxhash if name in xxhash.algorithms_available else hashlib
+        if getattr(module, name)(data).hexdigest() != digest.lower():
+            raise UserError(f"{path}: its {name} is not the one that {INDEX} states; get it again")
 
 
-_Decoder = Callable[[memoryview], Any]
-
-
-def _decode_sample(
-    fixed_sizes: Sequence[int | None],
-    decoders: Sequence[tuple[str, _Decoder | None]],
-    data: memoryview,
-) -> dict[str, Any]:
-    variable = fixed_sizes.count(None)
-    sizes = iter(np.frombuffer(data, "<u4", variable).tolist())
-    sample, at = {}, 4 * variable
-    for (name, decode), fixed in zip(decoders, fixed_sizes, strict=True):
-        size = next(sizes) if fixed is None else fixed
-        if at + size > len(data):
-            raise ValueError(f"column {name} is cut short")
-        if decode is not None:
-            sample[name] = decode(data[at : at + size])
-        at += size
-    if at != len(data):
-        raise ValueError(f"{len(data) - at} bytes are left over")
-    return sample
-
-
-def _decoder(encoding: str, where: str) -> _Decoder:
+def _decode(encoding: str, data: memoryview) -> Any:
     kind, *fixed = encoding.split(":")
-    if encoding == "str":
-        return lambda data: bytes(data).decode()
-    if encoding == "json":
-        return lambda data: json.loads(bytes(data))
-    if encoding == "bytes":  # llm-foundry before 0.8
-        return lambda data: np.frombuffer(data, "<i8")
-    is_known_dtype = not fixed or fixed[0] in _TYPES.values()
-    if kind == "ndarray" and is_known_dtype and len(fixed) <= 2:
-        return partial(_decode_array, fixed)
-    raise UserError(
-        f"{where} has the encoding {encoding[:100]}, which is not read; write it as str, json, "
-        "bytes (of int64) or ndarray"
-    )
+    match kind:
+        case "str":
+            return bytes(data).decode()
+        case "json":
+            return json.loads(bytes(data))
+        case "bytes":  # llm-foundry before 0.8
+            return np.frombuffer(data, "<i8")
+        case "ndarray":
+            return _decode_array(fixed, data)
+    raise ValueError(f"a column of tokens is encoded as {encoding}; write it as json or ndarray")
 
 
 def _decode_array(fixed: Sequence[str], data: memoryview) -> np.ndarray:
@@ -159,48 +124,20 @@ def read_tokens(
     path = shard.file(folder)[0]
     vocabulary = len(tokenizer)
     for row, sample in enumerate(read_samples(folder, shard, [column, _SPANS])):
-        where = f"{path}, sample {row}"
-        ids = _token_ids(sample[column], column, vocabulary, tokenizer.name_or_path, where)
-        for begin, end in _spans(sample, len(ids), where):
+        ids = np.asarray(sample[column])
+        if (ids.dtype.kind not in "iu" and ids.size) or ids.ndim != 1:
+            raise UserError(f"{path}, sample {row}: {column} is no list of token ids")
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+            token = int(ids.min()) if ids.min() < 0 else int(ids.max())
+            raise UserError(
+                f"{path}, sample {row}: token {token} is not in the vocabulary of "
+                f"{tokenizer.name_or_path}; name the tokenizer the shards were written with"
+            )
+        for begin, end in sample.get(_SPANS, [(0, len(ids))]):
+            if not 0 <= begin <= end <= len(ids):
+                raise UserError(f"{path}, sample {row}: {_SPANS} has a span outside the record")
             yield tokenizer.decode(
                 ids[begin:end].tolist(),
                 skip_special_tokens=not special_tokens,
                 clean_up_tokenization_spaces=False,
             )
-
-
-def _token_ids(values: Any, column: str, vocabulary: int, tokenizer: str, where: str) -> np.ndarray:
-    ids = _whole_numbers(values, column, where)
-    if ids.ndim != 1:
-        raise UserError(f"{where}: {column} has {ids.ndim} dimensions; expected 1")
-    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
-        token = int(ids.min()) if ids.min() < 0 else int(ids.max())
-        raise UserError(
-            f"{where}: token {token} is not in the vocabulary of {tokenizer}; "
-            "name the tokenizer the shards were written with"
-        )
-    return ids
-
-
-def _spans(sample: dict[str, Any], tokens: int, where: str) -> list[tuple[int, int]]:
-    if _SPANS not in sample:
-        return [(0, tokens)]
-    spans = _whole_numbers(sample[_SPANS], _SPANS, where)
-    if not spans.size:
-        return []
-    if spans.ndim != 2 or spans.shape[1] != 2:
-        raise UserError(f"{where}: {_SPANS} has the shape {spans.shape}; expected pairs")
-    begins, ends = spans[:, 0], spans[:, 1]
-    if int(begins.min()) < 0 or bool((begins > ends).any()) or int(ends.max()) > tokens:
-        raise UserError(f"{where}: {_SPANS} has a span outside the record's {tokens:,} tokens")
-    return [(int(begin), int(end)) for begin, end in spans.tolist()]
-
-
-def _whole_numbers(values: Any, column: str, where: str) -> np.ndarray:
-    try:
-        numbers = np.asarray(values)
-    except ValueError:
-        numbers = np.asarray(None)
-    if numbers.size and numbers.dtype.kind not in "iu":
-        raise UserError(f"{where}: {column} does not hold whole numbers")
-    return numbers

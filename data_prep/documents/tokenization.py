@@ -2,9 +2,9 @@
 
 A shard is a folder with `ids.int32`, the concatenated token ids of its documents, and
 `documents.npy`, for each document [tokens, UTF-8 bytes of its text]. Tokens include the closing
-end-of-text token; both are 0 for a document that the filters leave out. `whole.json` has the
-SHA-256 of both, and what is wrong with the records that were skipped. The folder is renamed into
-place when it is complete. A shard's content does not depend on other shards.
+end-of-text token; both are 0 for a document that the filters leave out. `skipped.json` says what is
+wrong with the records that were skipped. The folder is renamed into place when it is complete. A
+shard's content does not depend on other shards.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ from bosch.errors import RunError, UserError
 from bosch.progress import Progress
 from bosch.this_process import die_with_parent
 from data_prep.documents.filters import Filters
-from data_prep.documents.sources import Part, Source, list_parts, read_part
+from data_prep.documents.sources import BadRecord, Part, Source, list_parts, read_part
 from data_prep.documents.tokenizer import WINDOW, Encoder
-from data_prep.text import BadRecord, Document, TextFile
 
 logger = logging.getLogger(__name__)
 
 _IDS = "ids.int32"
 _DOCUMENTS = "documents.npy"
-_RECORD = "whole.json"
+_SKIPPED = "skipped.json"
 # A system call per document would cost as much as reading it.
 _BUFFER_BYTES = 2**20
 
@@ -201,9 +200,9 @@ def _begin_worker(parent: int) -> None:
 
 
 def _tokenise_part(job: tuple[Part, Path], *, source: Source, encoder: Encoder) -> Path:
-    """Write the part's shard, unless a complete one exists; returns its path."""
+    """Write the part's shard, unless it exists; returns its path."""
     part, path = job
-    if _is_complete(path):
+    if files.exists(path):
         return path
     with files.replacing(path) as temporary:
         temporary.mkdir()
@@ -214,14 +213,13 @@ def _tokenise_part(job: tuple[Part, Path], *, source: Source, encoder: Encoder) 
             # An array, since a compressed file may have millions of documents.
             sizes = np.fromiter(lengths, np.dtype((np.int64, 2)))
         np.save(temporary / _DOCUMENTS, sizes)
-        hashes = files.file_hashes(temporary, [_IDS, _DOCUMENTS])
-        files.write_json(temporary / _RECORD, {"sha256": hashes, "skipped": skipped})
+        files.write_json(temporary / _SKIPPED, skipped)
     return path
 
 
 def _without_bad_records(
-    documents: Iterable[Document | BadRecord | None], source: Source, skipped: list[str]
-) -> Iterator[Document | None]:
+    documents: Iterable[str | BadRecord | None], source: Source, skipped: list[str]
+) -> Iterator[str | None]:
     """The other documents; appends to `skipped`. UserError where a part alone has too many."""
     for document in documents:
         if isinstance(document, BadRecord):
@@ -236,54 +234,30 @@ _LEFT_OUT = (0, 0)
 
 
 def _write_documents(
-    documents: Iterable[Document | None], encoder: Encoder, filters: Filters, sink: BinaryIO
+    documents: Iterable[str | None], encoder: Encoder, filters: Filters, sink: BinaryIO
 ) -> Iterator[tuple[int, int]]:
     """Write every document's token ids; yields its tokens and the bytes of its text.
 
     Empty documents are skipped.
     """
-    text_bytes = 0
-
-    def counted(pieces: Iterable[str]) -> Iterator[str]:
-        nonlocal text_bytes
-        for piece in pieces:
-            text_bytes += _utf8_bytes(piece)
-            yield piece
-
     end = np.array([] if encoder.end is None else [encoder.end], np.int32)
     for group in _groups(documents, filters):
         if group is None:
             yield _LEFT_OUT
-        elif isinstance(group, list):
-            for text, ids in zip(group, encoder(group), strict=True):
-                if filters.allow_tokens(len(ids)):
-                    sink.write(ids.data)
-                    sink.write(end.data)
-                    yield len(ids) + len(end), _utf8_bytes(text)
-                else:
-                    yield _LEFT_OUT
-        else:
-            begin, text_bytes = sink.tell(), 0
-            for ids in encoder.in_pieces(counted(group)):
+            continue
+        is_long = len(group[0]) > WINDOW
+        encoded = [np.concatenate([*encoder.long(group[0])])] if is_long else encoder(group)
+        for text, ids in zip(group, encoded, strict=True):
+            if filters.allow_tokens(len(ids)):
                 sink.write(ids.data)
-            tokens = (sink.tell() - begin) // end.itemsize
-            if filters.allow_tokens(tokens):
                 sink.write(end.data)
-                yield tokens + len(end), text_bytes
+                yield len(ids) + len(end), len(text) if text.isascii() else len(text.encode())
             else:
-                sink.seek(begin)
-                sink.truncate()
                 yield _LEFT_OUT
 
 
-def _utf8_bytes(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode())
-
-
-def _groups(
-    documents: Iterable[Document | None], filters: Filters
-) -> Iterator[list[str] | Iterator[str] | None]:
-    """Documents in order: short ones in groups, a long one as its pieces of text.
+def _groups(documents: Iterable[str | None], filters: Filters) -> Iterator[list[str] | None]:
+    """Documents in order: short ones in groups, a long one alone.
 
     None stands for a document that is left out; it comes before the group in progress.
     """
@@ -292,36 +266,19 @@ def _groups(
     for document in documents:
         if document == "":
             continue
-        is_used = document is not None and filters.allow_text(document)
-        is_long = isinstance(document, TextFile) or len(document or "") > WINDOW
+        is_long = len(document or "") > WINDOW
         if group and (is_long or size >= WINDOW):
             yield group
             group, size = [], 0
-        if not is_used or document is None:
+        if document is None or not filters.allow_text(document):
             yield None
-        elif isinstance(document, TextFile):
-            yield document.pieces()
         elif is_long:
-            text = document
-            yield (text[at : at + WINDOW] for at in range(0, len(text), WINDOW))
+            yield [document]
         else:
             group.append(document)
             size += len(document)
     if group:
         yield group
-
-
-def _is_complete(path: Path) -> bool:
-    """Whether the shard is complete and intact."""
-    if not files.exists(path):
-        return False
-    record = files.read_record(path / _RECORD)
-    hashes = record.get("sha256") if isinstance(record, dict) else None
-    fault = files.hash_fault(path, hashes) if isinstance(hashes, dict) else f"{_RECORD} is missing"
-    if fault is None:
-        return True
-    logger.warning("%s is damaged (%s) and made again", path, fault)
-    return False
 
 
 def read_shard(path: Path) -> tuple[Block, int]:
@@ -331,5 +288,5 @@ def read_shard(path: Path) -> tuple[Block, int]:
     offsets = np.concatenate([[0], np.cumsum(tokens[is_used])])
     # A plain array over the map, since slicing a memmap costs ten times as much.
     ids = np.asarray(np.memmap(path / _IDS, np.int32, "r") if offsets[-1] else (), np.int32)
-    skipped = files.read_record(path / _RECORD)["skipped"]
+    skipped = files.read_json(path / _SKIPPED)
     return Block(ids, offsets, int((~is_used).sum()), skipped), int(text_bytes.sum())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -15,8 +15,9 @@ import numpy as np
 from bosch.errors import UserError
 from bosch.files import check_hub_cache, load_user_json
 from bosch.model.untrusted import check_faults, model_file_faults
-from data_prep.text import WINDOW
 
+# Characters that are encoded at once.
+WINDOW = 2**17
 OVERLAP = 2**12
 
 
@@ -100,18 +101,18 @@ class Encoder:
         )["input_ids"]  # fmt: skip
         return [_int32(ids) for ids in encoded]
 
-    def in_pieces(self, pieces: Iterable[str]) -> Iterator[np.ndarray]:
-        """Token ids of a document of any size, as if it were encoded at once, in bounded memory.
+    def long(self, text: str) -> Iterator[np.ndarray]:
+        """Token ids of a document of any size, as if it were encoded at once.
 
-        Windows of the text overlap and are joined where they agree on every token in the middle of
+        The tokenizers library needs more than 100 bytes for a character. So windows of the text
+        are encoded, which overlap and are joined where they agree on every token in the middle of
         the overlap. If they do not agree anywhere (in a long repetition of a few characters), the
-        text is cut (docs/notes/deviations.md). A tokenizer that does not use the tokenizers library
-        encodes the whole document at once.
+        text is cut (docs/notes/deviations.md).
         """
         if self.backend is None:
-            yield from self(["".join(pieces)])
-            return
-        yield from _encode_windows(_backend(self.backend, self.special_tokens), pieces)
+            yield from self([text])
+        else:
+            yield from _encode_windows(_backend(self.backend, self.special_tokens), text)
 
 
 @dataclass(frozen=True)
@@ -133,30 +134,27 @@ class _Window:
         return int(start), int(stop)
 
 
-def _encode_windows(backend: Any, pieces: Iterable[str]) -> Iterator[np.ndarray]:
-    text = _Buffer(pieces)
+def _encode_windows(backend: Any, text: str) -> Iterator[np.ndarray]:
+    def encode(begin: int) -> _Window:
+        return _Window.encode(backend, text[begin : begin + WINDOW], begin)
+
     begin, first = 0, 0  # where the window begins; its first token to emit
-    window = _Window.encode(backend, text.read(begin, begin + WINDOW), begin)
-    while text.reaches(begin + WINDOW):
-        end = begin + WINDOW
+    window = encode(0)
+    while len(text) > (end := begin + WINDOW):
         overlap = OVERLAP
         while overlap <= WINDOW // 2:
-            following = _Window.encode(
-                backend, text.read(end - overlap, end - overlap + WINDOW), end - overlap
-            )
-            cut = _agreement(window, following, end - overlap, overlap)
+            begin = end - overlap
+            following = encode(begin)
+            cut = _agreement(window, following, begin, overlap)
             if cut is not None and cut[0] >= first:
                 break
             overlap *= 2
         else:
-            overlap = OVERLAP
-            stop = window.between(end - overlap, end - overlap)[0]
-            at = int(window.spans[stop, 0]) if stop < len(window.ids) else end
-            following = _Window.encode(backend, text.read(at, at + WINDOW), at)
-            overlap, cut = end - at, (max(stop, first), 0)
+            stop = window.between(end - OVERLAP, end - OVERLAP)[0]
+            begin = int(window.spans[stop, 0]) if stop < len(window.ids) else end
+            following, cut = encode(begin), (max(stop, first), 0)
         yield window.ids[first : cut[0]]
-        window, first, begin = following, cut[1], end - overlap
-        text.forget(begin)
+        window, first = following, cut[1]
     yield window.ids[first:]
 
 
@@ -178,37 +176,6 @@ def _agreement(
     )
     half = (stop - start) // 2
     return (start + half, other_start + half) if agree else None
-
-
-class _Buffer:
-    """Characters of a text that arrives in pieces, by their place in the whole text."""
-
-    def __init__(self, pieces: Iterable[str]) -> None:
-        self._pieces = iter(pieces)
-        self._text, self._begin = "", 0
-
-    def read(self, begin: int, end: int) -> str:
-        """Characters `begin` to `end`, or fewer at the end of the text."""
-        self._fill(end)
-        return self._text[begin - self._begin : end - self._begin]
-
-    def reaches(self, at: int) -> bool:
-        """Whether the text has a character at `at`."""
-        self._fill(at + 1)
-        return self._begin + len(self._text) > at
-
-    def forget(self, before: int) -> None:
-        self._text = self._text[before - self._begin :]
-        self._begin = before
-
-    def _fill(self, end: int) -> None:
-        missing = end - self._begin - len(self._text)
-        texts = [self._text]
-        while missing > 0 and (piece := next(self._pieces, None)) is not None:
-            texts.append(piece)
-            missing -= len(piece)
-        if len(texts) > 1:
-            self._text = "".join(texts)
 
 
 def _int32(ids: list[int]) -> np.ndarray:

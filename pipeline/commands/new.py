@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from bosch.commands import Command
@@ -149,9 +148,8 @@ def recipe_text(
         if source.path != data:
             path = os.path.join(glob.escape(path), _JSON_BELOW)
         fields = {"name": source.name, "kind": source.kind, "path": path}
-        for name, default in (("text_field", "text"), ("split", "train")):
-            if (value := getattr(source, name)) != default:
-                fields[name] = value
+        if source.split != "train":
+            fields["split"] = source.split
         text = f"{{{', '.join(f'{name}: {_yaml(value)}' for name, value in fields.items())}}}"
     return _RECIPE.format(
         schema=os.path.relpath(SCHEMA, folder) if ROOT in (folder, *folder.parents) else SCHEMA,
@@ -191,16 +189,7 @@ def _source_of(data: str) -> Source:
         split = _saved_split(path)
     is_json = path.is_dir() and kind == "jsonl" and _holds_json(_names(path))
     pattern = os.path.join(glob.escape(data), _JSON_BELOW) if is_json else data
-    source = Source("mine", kind, pattern, split=split)
-    record = KINDS[kind].first_record(source)
-    texts = {name: value for name, value in record.items() if isinstance(value, str)}
-    if not record or ("text" in record and (record["text"] is None or "text" in texts)):
-        return source
-    if not texts:
-        names = ", ".join(map(str, record))
-        raise UserError(f"--data {data}: no field of its first record is text (there is {names})")
-    # The longest text is the document.
-    return replace(source, text_field=max(texts, key=lambda name: len(texts[name])))
+    return Source("mine", kind, pattern, split=split)
 
 
 def _kind(data: str, path: Path) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import yaml
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from bosch.errors import RunError
 from bosch.files import read_json, read_regular
@@ -15,7 +15,7 @@ from bosch.model.stored_config import StoredConfig
 from bosch.model.untrusted import lasting_quantiser
 from bosch.search.methods import METHODS
 from stages.faults import Fault
-from stages.fields import Count, Section, file_size
+from stages.fields import Count, Section
 from stages.published import RUN_AGAIN, Record, Summary
 from stages.search.stage import SearchConfig
 from stages.stage import LoadedRecipe, Stage
@@ -26,7 +26,7 @@ class MaterializeConfig(Section):
 
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Precision of the saved weights."""
-    max_shard_size: Annotated[str, AfterValidator(file_size)] = "5GB"
+    max_shard_size: Annotated[str, Field(pattern=r"^\d+(\.\d+)?[KMGT]B$")] = "5GB"
     """Largest safetensors file."""
     point: Count | None = None
     """Number of a front's point, from 1 for the smallest; default: the best within the search's

@@ -16,10 +16,10 @@ from bosch.progress import progress
 from data_prep.documents.calibration import write_calibration
 from data_prep.documents.filters import Filters
 from data_prep.documents.packing import DocumentStream, Packed, mix, pack, write_dataset
-from data_prep.documents.sources import KINDS, Source
+from data_prep.documents.sources import KINDS, BadRecord, Source, read_part
 from data_prep.documents.tokenization import tokenise_source
 from data_prep.documents.tokenizer import Encoder, TokenizerSpec, load_tokenizer
-from data_prep.text import BadRecord, essay_identity, haystack_words
+from data_prep.text import essay_identity, haystack_words
 from stages.context import StageConfig
 from stages.faults import Fault
 from stages.prepare.stage import (
@@ -106,7 +106,7 @@ def _read_first_document(section: SourceConfig, sequence_length: int) -> None:
     part = next(iter(kind.parts(source, 0, sequence_length)), None)
     if part is None or (source.tokenizer and not Path(source.tokenizer).is_dir()):
         return
-    document = next(iter(kind.read(part, source)), None)
+    document = next(read_part(part, source), None)
     if isinstance(document, BadRecord) and not source.skip_bad_records:
         raise UserError(document.fault)
 

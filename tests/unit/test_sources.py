@@ -7,7 +7,6 @@ import gzip
 import io
 import json
 import lzma
-import os
 import shutil
 import tracemalloc
 from dataclasses import replace
@@ -18,11 +17,10 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from bosch.errors import RunError, UserError
-from data_prep.documents import records, sources
+from data_prep.documents import sources
 from data_prep.documents.filters import Filters
-from data_prep.documents.sources import KINDS, Source, list_parts, mds, read_part
-from data_prep.text import BadRecord, TextFile, haystack_files
-from tests.tiny_data import tiny_tokenizer
+from data_prep.documents.sources import KINDS, BadRecord, Source, list_parts, read_part
+from data_prep.text import haystack_files
 
 
 def read(source: Source, seed: int = 0) -> list[str | None]:
@@ -64,14 +62,6 @@ def test_text_sources_are_a_folder_a_file_or_a_glob(tmp_path):
     assert read(Source("s", "text", str(tmp_path / "**" / "*.txt"))) == ["one", "two"]
 
 
-def test_kinds_with_fields_to_filter_by_and_kinds_of_the_hub(tmp_path):
-    assert {name for name, kind in KINDS.items() if kind.has_fields} == {
-        "csv", "huggingface", "jsonl", "parquet",
-    }  # fmt: skip
-    assert [name for name, kind in KINDS.items() if kind.is_remote("org/name")] == ["huggingface"]
-    assert not any(kind.is_remote(str(tmp_path)) for kind in KINDS.values())
-
-
 def test_linked_folders_are_read(tmp_path):
     """By a source, and among the essays of a haystack."""
     elsewhere, folder = tmp_path / "elsewhere", tmp_path / "here" / "texts"
@@ -82,18 +72,15 @@ def test_linked_folders_are_read(tmp_path):
         (folder / name).symlink_to(elsewhere)
     linked = [folder / name / "c" / "a.txt" for name in ("b", "d")]
     assert KINDS["text"].files("prepare", str(folder)) == haystack_files(folder) == linked
-    for target in (elsewhere, folder, folder.parent, tmp_path):
-        loop = elsewhere / "c" / "loop"
-        loop.symlink_to(target)
-        with pytest.raises(UserError, match=r"loop is a link to a folder that it lies in"):
-            haystack_files(folder)
-        loop.unlink()
+    (folder / "e.txt").symlink_to("gone")
+    with pytest.raises(UserError, match=r"e\.txt is a link that leads nowhere"):
+        haystack_files(folder)
 
 
 TEXTS = [f"{'x' * (i % 7)} é {i}" for i in range(200)]
 
 
-@pytest.mark.parametrize("part_bytes", [1, 100, 1_000_000])
+@pytest.mark.parametrize("part_bytes", [1, 100])
 def test_jsonl_is_read_once_for_any_number_of_parts(tmp_path, monkeypatch, part_bytes):
     monkeypatch.setattr(sources, "PART_BYTES", part_bytes)
     (tmp_path / "a.jsonl").write_bytes(lines(TEXTS[:120]) + b"\n  \n")
@@ -109,56 +96,32 @@ def test_compressed_jsonl_is_read(tmp_path, kind):
     assert sorted(read(Source("s", kind, str(tmp_path)))) == sorted(TEXTS)
 
 
-_SKIPPABLE_FRAME = b"\x50\x2a\x4d\x18" + (4).to_bytes(4, "little") + b"abcd"
-
-
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("a.json.gz", gzip.compress(lines(TEXTS))),
-        (
-            "a.jsonl.gz",
-            gzip.compress(lines(TEXTS[:9])) + gzip.compress(lines(TEXTS[9:])) + bytes(99),
-        ),
+        ("a.json.gz", gzip.compress(lines(TEXTS[:9])) + gzip.compress(lines(TEXTS[9:]))),
         ("a.jsonl.bz2", bz2.compress(lines(TEXTS))),
         ("a.ndjson.xz", lzma.compress(lines(TEXTS))),
-        ("a.json.zst", _SKIPPABLE_FRAME + zstd(lines(TEXTS))),
-        ("a.jsonl", gzip.compress(lines(TEXTS))),
-        ("a.jsonl.gz", lines(TEXTS)),
-        ("a.jsonl.zst", b"\xef\xbb\xbf" + lines(TEXTS).replace(b"\n", b"\r\n\r\n")),
+        ("a.jsonl.zst", zstd(b"\xef\xbb\xbf" + lines(TEXTS).replace(b"\n", b"\r\n\r\n"))),
         ("a.csv", table(TEXTS)),
-        ("a.csv.gz", gzip.compress(table(TEXTS))),
-        ("a.tsv", b"\xef\xbb\xbf" + table(TEXTS, "\t")),
+        ("a.tsv.gz", gzip.compress(b"\xef\xbb\xbf" + table(TEXTS, "\t"))),
+        ("a.txt.xz", lzma.compress("\ufeffein Käfer".encode())),
     ],
     ids=lambda part: part if isinstance(part, str) else "",
 )
-def test_content_decides_how_a_file_is_compressed(tmp_path, name, content):
+def test_compressed_files_are_read(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
-    kind = "csv" if "sv" in name else "jsonl"
-    assert sorted(read(Source("s", kind, str(tmp_path)))) == sorted(TEXTS)
+    kind = "csv" if "sv" in name else "text" if "txt" in name else "jsonl"
+    expected = ["ein Käfer"] if kind == "text" else sorted(TEXTS)
+    assert sorted(read(Source("s", kind, str(tmp_path)))) == expected
 
 
-def test_compressed_texts_are_read(tmp_path):
-    (tmp_path / "a.txt.xz").write_bytes(lzma.compress("\ufeffein Käfer".encode()))
-    [file] = read(Source("s", "text", str(tmp_path)))
-    assert "".join(file.pieces()) == "ein Käfer"
-
-
-def test_a_zstd_file_of_a_large_window_is_to_be_decompressed_first(tmp_path):
-    """Its header asks for a window of 2 GB (`zstd --long=31`), which Arrow does not decode."""
-    (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd\x00\xa8" + bytes(99))
-    for kind in ("jsonl", "huggingface"):
-        with pytest.raises(UserError, match=r"larger than 128 MB; decompress it with zstd -d --lo"):
-            read(Source("s", kind, str(tmp_path)))
-
-
-@pytest.mark.parametrize("name", ["a.csv", "a.tsv.gz", "a.jsonl", "a.parquet", "a.arrow"])
+@pytest.mark.parametrize("name", ["a.tsv.gz", "a.parquet"])
 def test_records_are_no_texts(tmp_path, name):
     (tmp_path / "b.txt").write_text("one")
     (tmp_path / name).write_text("a,b")
-    for attempt in (KINDS["text"].check, lambda path: read(Source("s", "text", path))):
-        with pytest.raises(UserError, match=f"{name} holds records, not a text"):
-            attempt(str(tmp_path))
+    with pytest.raises(UserError, match=f"{name} holds records, not a text"):
+        read(Source("s", "text", str(tmp_path)))
     assert read(Source("s", "text", str(tmp_path / "*.txt"))) == ["one"]
 
 
@@ -170,7 +133,7 @@ def test_a_dataset_of_save_to_disk_is_read(tmp_path):
     assert len(list(list_parts(one, 0, 128))) == 3
     assert sorted(read(one)) == sorted(read(two)) == sorted(TEXTS)
     assert read(replace(two, split="test")) == TEXTS[:1]
-    with pytest.raises(UserError, match=r"cannot be read \(it has the splits train, test\)"):
+    with pytest.raises(UserError, match=r"source s: dataset .* cannot be read"):
         read(replace(two, split="validation"))
 
 
@@ -189,7 +152,7 @@ def test_records_are_filtered_before_their_text_is_checked(tmp_path, kind):
     ):
         source = Source("s", kind, str(tmp_path), filters=Filters(matches=matches))
         assert read(source) == expected
-    with pytest.raises(UserError, match=r"(line 2|row 1|record 1): field `text` is null, not text"):
+    with pytest.raises(UserError, match=r"(line 2|row 1|record 1): field `text` is None, not text"):
         read(replace(source, filters=Filters()))
 
 
@@ -242,15 +205,6 @@ def test_retrieval_documents_are_endless_and_depend_on_the_seed():
         assert 400 < min(lengths) < 800 and 0.95 * longest < max(lengths) < 1.1 * longest
 
 
-def test_the_index_of_an_mds_source_is_read_once(tmp_path, monkeypatch):
-    tiny_tokenizer().save_pretrained(tmp_path)
-    times = []
-    read_index = mds.read_index
-    monkeypatch.setattr(mds, "read_index", lambda path: times.append(path) or read_index(path))
-    source = Source("s", "mds", "tests/data/mds/packed_zstd", tokenizer=str(tmp_path))
-    assert len(read(source)) == 18 and len(times) == 1
-
-
 def test_a_merged_index_is_read_instead_of_those_below_it(tmp_path):
     shutil.copytree("tests/data/mds/plain", tmp_path / "sub")
     merged = json.loads((tmp_path / "sub" / "index.json").read_text())
@@ -275,66 +229,38 @@ def parquet(**columns) -> bytes:
 
 
 WHOLE = parquet(text=TEXTS)
-LONG = zstd(lines([text * 50 for text in TEXTS]))
-DAMAGED = {
-    "jsonl": [
-        ("a.jsonl", lines(["x"]) + b'{"text": "unfin', r"a\.jsonl, line 2: .* ends inside it"),
-        ("a.jsonl", lines(["x", "y"]) + b"{oops}\n", r"a\.jsonl, line 3: not a complete JSON"),
-        ("a.jsonl", lines(["x"]) + b'{"body": "y"}\n', r"line 2: no field `text` \(there is body"),
-        ("a.jsonl", b'{"text": null}\n', "line 1: field `text` is null, not text"),
-        ("a.jsonl", b"[1]\n", "line 1: expected an object, not a list"),
-        (
-            "a.jsonl",
-            lines(["x"]) + b'{"text": "\xff"}\n',
-            r"a\.jsonl, line 2: .* .invalid unicode code point at byte 11",
-        ),
-        ("a.jsonl.gz", gzip.compress(lines(TEXTS))[:-30], r"l\.gz: cannot be read to its end"),
-        ("a.jsonl.gz", b"plain", r"a\.jsonl\.gz, line 1: not a complete JSON"),
-        (
-            "a.json.bz2",
-            bz2.compress(lines(TEXTS))[:-30],
-            r"a\.json\.bz2: cannot be read to its end",
-        ),
-        (
-            "a.jsonl.xz",
-            lzma.compress(lines(TEXTS))[:-30],
-            r"a\.jsonl\.xz: cannot be read to its end",
-        ),
-        ("a.jsonl.zst", LONG[: len(LONG) // 2], r"a\.jsonl\.zst: cannot be read to its end"),
-        ("a.jsonl", lines(["x"]) + b'{"text": "a\\ud800b"}\n', "line 2: .* hex escape at byte 18"),
-        ("a.jsonl", lines(["x"]) + b"[" * 100_000 + b"\n", "line 2: .*recursion limit"),
-        ("a.jsonl", b'{"text": "a\x00b"}\n', "line 1: not a complete JSON record .control char"),
-        ("a.txt", b"", "the folder .* holds no .jsonl"),
-    ],
-    "parquet": [
-        ("a.parquet", WHOLE[:-100], r"a\.parquet: not a whole Parquet file"),
-        ("a.parquet", WHOLE[:4] + b"\xff" * 196 + WHOLE[200:], r"a\.parquet, row group 0"),
-        ("a.parquet", parquet(a=["x"], n=[1]), r"no column `text` \(there is a, n\)"),
-        (
-            "a.parquet",
-            parquet(text=[[{"role": "user"}]]),
-            r"a\.parquet: column `text` is of type list<.*>, not text",
-        ),
-        ("a.parquet", parquet(text=[1]), "row 0: field `text` is of type int, not text"),
-    ],
-    "csv": [
-        ("a.csv", b"a,b\nx,y\n", r"a\.csv, line 2: no field `text` .there is a, b."),
-        ("a.csv", b'text,b\nx\n"y\nz",1,2\n', r"a\.csv, line 4: more values than the first line"),
-        ("a.csv", b"n,text\n1\n", r"a\.csv, line 2: field `text` is null"),
-        ("a.csv", b'text\n"x', r"a\.csv, after line 1: no table of UTF-8 text"),
-        ("a.csv", b"text\n\xff\n", r"a\.csv, after line 1: no table of UTF-8 text"),
-    ],
-    "huggingface": [
-        ("a.jsonl", lines(["x"]) + b'{"text": null}\n', "shard 0, record 1: field `text` is null"),
-        ("a.jsonl", lines(["x"], "body"), "shard 0, record 0: no field `text` .there is body"),
-        ("a.jsonl", b"{oops", "source s: dataset .* cannot be read"),
-    ],
-}
+DAMAGED = [
+    (
+        "jsonl",
+        "a.jsonl",
+        lines(["x"]) + b'{"text": "unfin',
+        r"a\.jsonl, line 2: not a complete JSON",
+    ),
+    (
+        "jsonl",
+        "a.jsonl",
+        lines(["x"]) + b'{"body": "y"}\n',
+        r"line 2: no field `text` \(there is body",
+    ),
+    ("jsonl", "a.jsonl", b"[1]\n", r"line 1: expected an object, found \[1\]"),
+    ("jsonl", "a.jsonl.gz", gzip.compress(lines(TEXTS))[:-30], r"source s: .*l\.gz cannot be read"),
+    ("jsonl", "a.txt", b"", "the folder .* holds no .jsonl"),
+    ("parquet", "a.parquet", WHOLE[:-100], r"a\.parquet: not a whole Parquet file"),
+    ("parquet", "a.parquet", WHOLE[:4] + b"\xff" * 196 + WHOLE[200:], r"a\.parquet cannot be read"),
+    ("parquet", "a.parquet", parquet(a=["x"], n=[1]), r"row 0: no field `text` \(there is a, n\)"),
+    ("parquet", "a.parquet", parquet(text=[1]), "row 0: field `text` is 1, not text"),
+    ("csv", "a.csv", b"a,b\nx,y\n", r"a\.csv, line 2: no field `text` .there is a, b."),
+    ("csv", "a.csv", b'text\n"x', r"a\.csv cannot be read"),
+    ("huggingface", "a.jsonl", lines(["x"], "body"), "record 0: no field `text` .there is body"),
+    ("huggingface", "a.jsonl", b"{oops", "source s: .* cannot be read"),
+    ("mds", "index.json", b"{", "not an index of MDS shards"),
+    ("text", "a.txt", b"a\xff", r"a\.txt: not UTF-8 at byte 1"),
+]
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "content", "message"),
-    [(kind, *row) for kind, rows in DAMAGED.items() for row in rows],
+    DAMAGED,
     # By name, not by content: gzip stores the time, so two pytest workers would differ in test ids.
     ids=lambda part: part if isinstance(part, str) else "",
 )
@@ -343,37 +269,6 @@ def test_a_damaged_source_is_reported(tmp_path, kind, name, content, message):
     with pytest.raises(UserError, match=message) as caught:
         read(Source("s", kind, str(tmp_path)))
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("part_bytes", [700, 5000])
-def test_a_record_of_exactly_the_maximum_size_is_read(tmp_path, monkeypatch, part_bytes):
-    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 1000)
-    monkeypatch.setattr(sources, "PART_BYTES", part_bytes)
-    text = "y" * (1000 - len(lines([""])))
-    file = tmp_path / "a.jsonl"
-    file.write_bytes(lines(["x", text, "z"]))
-    assert sorted(read(Source("s", "jsonl", str(file)))) == ["x", text, "z"]
-    file.write_bytes(lines(["x", text + "y", "z"]))
-    with pytest.raises(UserError, match=r"a\.jsonl, line 2: a record of more than"):
-        read(Source("s", "jsonl", str(file)))
-
-
-def test_rows_of_parquet_are_read_in_batches_of_16_mb(tmp_path, monkeypatch):
-    sizes = []
-    batches = pq.ParquetFile.iter_batches
-
-    def noted(self, batch_size, **options):
-        sizes.append(batch_size)
-        return batches(self, batch_size, **options)
-
-    monkeypatch.setattr(pq.ParquetFile, "iter_batches", noted)
-    for length in (2**20, 10):
-        texts = [str(number) * length for number in range(8)]
-        pq.write_table(
-            pa.table({"other": ["x" * 2**22] * 8, "text": texts}), tmp_path / "a.parquet"
-        )
-        assert sorted(read(Source("s", "parquet", str(tmp_path / "a.parquet")))) == texts
-    assert sizes == [15, 1000]
 
 
 def test_line_numbers_in_later_parts_are_those_of_the_file(tmp_path, monkeypatch):
@@ -411,30 +306,26 @@ def test_an_unknown_split_or_subset_is_refused(tmp_path, split, subset):
         read(Source("s", "huggingface", str(tmp_path), split=split, subset=subset))
 
 
-def test_a_dataset_of_the_hub_is_read_at_its_revision(tmp_path, monkeypatch):
-    opened = []
-    monkeypatch.setattr("datasets.load_dataset", lambda *a, **b: opened.append((*a, b["revision"])))
-    for path in ("org/name", str(tmp_path)):
-        records.open_dataset("source s", path, "sub", "test", "abc")
-    assert opened == [("org/name", "sub", "abc"), (str(tmp_path), "sub", None)]
-
-
 @pytest.mark.parametrize(
     ("error", "raised", "message"),
     [
         (OSError(errno.ENOSPC, "No space left on device"), OSError, "No space left .*models'$"),
         (ConnectionError("refused"), RunError, r"cannot be reached \(refused\); run again"),
-        (TimeoutError("timed out"), RunError, r"cannot be reached \(timed out\); run again"),
         (ValueError("no split"), UserError, r"dataset org/name: cannot be read \(no split\)"),
     ],
 )
 def test_failures_to_read_a_dataset_of_the_hub_are_explained(monkeypatch, error, raised, message):
-    def load(*args, **options):
+    opened = []
+
+    def load(*names, revision, **options):
+        opened.append((*names, revision))
         raise error
 
     monkeypatch.setattr("datasets.load_dataset", load)
+    source = Source("s", "huggingface", "org/name", subset="sub", split="x", revision="abc")
     with pytest.raises(raised, match=message):
-        records.open_dataset("source s", "org/name", None, type(error).__name__, None)
+        list(list_parts(source, 0, 128))
+    assert opened == [("org/name", "sub", "abc")]
 
 
 def test_texts_of_parquet_are_decoded_once(tmp_path):
@@ -445,68 +336,7 @@ def test_texts_of_parquet_are_decoded_once(tmp_path):
     tracemalloc.start()
     try:
         assert all(text == read for text, read in zip(texts, read_part(part, source), strict=True))
-        # Two batches of 1,000 rows, 3 MB each.
-        assert tracemalloc.get_traced_memory()[1] < 8e6
+        # Two batches of 16 rows.
+        assert tracemalloc.get_traced_memory()[1] < 1e6
     finally:
         tracemalloc.stop()
-
-
-@pytest.mark.parametrize("pattern", ["", "*.txt"])
-@pytest.mark.parametrize(
-    ("harm", "what"),
-    [
-        (os.mkfifo, "is a pipe"),
-        (lambda path: path.symlink_to("gone"), "is a link that leads nowhere"),
-        (lambda path: path.symlink_to(path.name), "is a link that leads nowhere"),
-    ],
-)
-def test_an_unreadable_file_of_a_source_is_refused(tmp_path, harm, what, pattern):
-    (tmp_path / "a.txt").write_text("one")
-    harm(tmp_path / "b.txt")
-    with pytest.raises(UserError, match=rf"b\.txt {what}.*; remove it"):
-        KINDS["text"].check(str(tmp_path / pattern))
-
-
-def test_a_folder_that_cannot_be_listed_is_reported(tmp_path, monkeypatch):
-    for path in (tmp_path / "a.txt", tmp_path / "sub" / "b.txt"):
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("one")
-    scandir = os.scandir
-
-    def refuse(path):
-        if os.path.basename(path) == "sub":
-            raise PermissionError(errno.EACCES, "Permission denied", path)
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(UserError, match=r"sub cannot be listed \(Permission denied\)"):
-        KINDS["text"].check(str(tmp_path))
-
-
-def test_a_damaged_index_is_reported(tmp_path):
-    (tmp_path / "index.json").write_bytes(b"{")
-    with pytest.raises(UserError, match="not an index of MDS shards"):
-        KINDS["mds"].check(str(tmp_path))
-
-
-@pytest.mark.parametrize("piece", [1, 2, 5, 1000])
-def test_a_long_text_file_is_read_in_pieces(tmp_path, monkeypatch, piece):
-    """A character may span two pieces, and an error names its byte in the file."""
-    monkeypatch.setattr("data_prep.text.PIECE_BYTES", piece)
-    path, text = tmp_path / "a.txt", "ein Käfer, 甲虫 und 🪲\n" * 3
-    path.write_bytes(text.encode("utf-8-sig"))
-    assert "".join(TextFile(path).pieces()) == text
-    whole = path.read_bytes()
-    for content, place in ((whole + b"\xff", len(whole)), (whole[:-2], len(whole) - 5)):
-        path.write_bytes(content)
-        with pytest.raises(UserError, match=f"not UTF-8 at byte {place} "):
-            list(TextFile(path).pieces())
-
-
-def test_no_part_reads_a_huge_record_to_its_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 100)
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b"x" * 1000)
-    for start in (0, 50, 500):
-        with pytest.raises(UserError, match="line 1: a record of more than"):
-            next(records.read_jsonl(path, start, 1000, "text", Filters()))

@@ -3,8 +3,8 @@
 A part is a bounded piece of one source: some text files, a byte range of a JSONL file, a row group,
 a shard. Its documents depend only on the part, so the number of workers does not matter.
 
-A kind of source is a file in this folder whose `KIND` finds, checks and reads the documents. It
-imports numpy and pyarrow only when parts are read, so that keys and checks of recipes are fast.
+A kind of source is a file in this folder whose `KIND` finds and reads the documents. It imports
+numpy and pyarrow only when parts are read, so that keys and checks of recipes are fast.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from bosch.errors import UserError
+from bosch.errors import RunError, UserError
 from data_prep.documents.filters import Filters
 from data_prep.documents.mds_index import Shard
 from data_prep.source_files import files_of
-from data_prep.text import BadRecord, Document
 
 PART_BYTES = 4 * 2**20
 
@@ -66,6 +65,13 @@ class Part:
     most_characters: int = 0
 
 
+@dataclass(frozen=True)
+class BadRecord:
+    """A record that is no document: what is wrong, and where."""
+
+    fault: str
+
+
 class Kind:
     """A kind of source.
 
@@ -95,33 +101,48 @@ class Kind:
         """Files whose content identifies the documents."""
         return self.files(where, path)
 
-    def check(self, path: str) -> None:
-        """Raise UserError if there is no file, only empty files, or a damaged one."""
-        files = self.files("", path)
-        if not any(file.stat().st_size for file in files):
-            raise UserError(f"the corpus at {path} is empty")
-        for file in files:
-            self.check_file("", file)
-
-    def check_file(self, where: str, file: Path) -> None:
-        """Raise UserError for a damaged file, without reading all of it."""
-
-    def first_record(self, source: Source) -> Mapping[str, Any]:
-        """The fields of the first record, or the columns that may hold texts; empty if unknown."""
-        return {}
-
     def parts(self, source: Source, seed: int, sequence_length: int) -> Iterable[Part]:
         """The source's parts; an endless source has an order by `seed`."""
         raise NotImplementedError
 
-    def read(self, part: Part, source: Source) -> Iterable[Document | BadRecord | None]:
+    def read(self, part: Part, source: Source) -> Iterable[str | BadRecord | None]:
         """The documents of a part, as in `read_part`."""
         raise NotImplementedError
 
 
-def records() -> Any:
-    """The module of record readers, which loads pyarrow."""
-    return importlib.import_module("data_prep.documents.records")
+class Records(Kind):
+    """A kind whose documents are a field of records."""
+
+    has_fields = True
+
+    def records(self, part: Part, source: Source) -> Iterable[tuple[int, Any]]:
+        """The records of a part, each with a number for `place`."""
+        raise NotImplementedError
+
+    def place(self, part: Part, source: Source, number: int) -> str:
+        """Where a record is, for a message."""
+        raise NotImplementedError
+
+    def read(self, part: Part, source: Source) -> Iterator[str | BadRecord | None]:
+        """Filters come first; a record that passes them and has no text is a `BadRecord`."""
+        for number, record in self.records(part, source):
+            if isinstance(record, Mapping) and not source.filters.allow_record(record):
+                yield None
+            elif isinstance(record, Mapping) and isinstance(record.get(source.text_field), str):
+                yield record[source.text_field]
+            else:
+                problem = _problem(record, source.text_field)
+                yield BadRecord(f"{self.place(part, source, number)}: {problem}")
+
+
+def _problem(record: Any, field: str) -> str:
+    if isinstance(record, BadRecord):
+        return record.fault
+    if not isinstance(record, Mapping):
+        return f"expected an object, found {record!r:.80}"
+    if field not in record:
+        return f"no field `{field}` (there is {', '.join(map(str, record)):.200}); set text_field"
+    return f"field `{field}` is {record[field]!r:.80}, not text"
 
 
 def grouped(files: Sequence[Path], part_bytes: int) -> list[Part]:
@@ -139,11 +160,7 @@ def grouped(files: Sequence[Path], part_bytes: int) -> list[Part]:
 
 
 def list_parts(source: Source, seed: int, sequence_length: int) -> Iterator[Part]:
-    """The source's parts in a random order by `seed`; endless for `retrieval`.
-
-    Raises UserError if there is no file or a header is damaged; RunError if the hub cannot be
-    reached.
-    """
+    """The source's parts in a random order by `seed`; endless for `retrieval`."""
     kind = KINDS[source.kind]
     if kind.is_endless:
         yield from kind.parts(source, seed, sequence_length)
@@ -154,13 +171,19 @@ def list_parts(source: Source, seed: int, sequence_length: int) -> Iterator[Part
         yield parts[index]
 
 
-def read_part(part: Part, source: Source) -> Iterator[Document | BadRecord | None]:
+def read_part(part: Part, source: Source) -> Iterator[str | BadRecord | None]:
     """The part's documents, empty ones included; None for a document that a pattern leaves out.
 
-    Raises UserError, with the file and the byte, line, row or sample, if a file is damaged, and
-    RunError if the hub cannot be reached.
+    Raises UserError, which names the source and the files, if they are damaged.
     """
-    yield from KINDS[source.kind].read(part, source)
+    try:
+        yield from KINDS[source.kind].read(part, source)
+    except (UserError, RunError):
+        raise
+    except Exception as error:  # of a library that reads the files
+        files = ", ".join(map(str, part.paths)) or source.path
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"source {source.name}: {files} cannot be read ({reason})") from error
 
 
 KINDS: dict[str, Kind] = {

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import csv
+import io
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from data_prep.compressed import compressible
-from data_prep.documents.sources import Kind, Part, Source, records
+from data_prep.documents.sources import Part, Records, Source
+from data_prep.source_files import compressible, open_plain
+
+_MOST_CHARACTERS = 2**31 - 1  # of a field; the default of the csv module is 131,072
 
 
-class _Csv(Kind):
+class _Csv(Records):
     about = "a document in each row of the tables below `path`, whose first line names the columns"
     suffixes = compressible(".csv", ".tsv")
-    has_fields = True
-
-    def first_record(self, source: Source) -> Mapping[str, Any]:
-        return next((row for _, row in records().csv_rows(source.files[0])), {})
 
     def parts(self, source: Source, seed: int, sequence_length: int) -> Iterable[Part]:
         return [Part((file,)) for file in source.files]
 
-    def read(self, part: Part, source: Source) -> Any:
-        return records().read_csv(part.paths[0], source.text_field, source.filters)
+    def records(self, part: Part, source: Source) -> Iterator[tuple[int, Any]]:
+        csv.field_size_limit(_MOST_CHARACTERS)
+        [path] = part.paths
+        delimiter = "\t" if ".tsv" in path.suffixes else ","
+        with io.TextIOWrapper(open_plain(path), "utf-8-sig", newline="") as file:
+            rows = csv.DictReader(file, delimiter=delimiter, strict=True)
+            for row in rows:
+                yield rows.line_num, row
+
+    def place(self, part: Part, source: Source, number: int) -> str:
+        return f"{part.paths[0]}, line {number}"
 
 
 KIND = _Csv()

@@ -1,35 +1,61 @@
-"""JSON lines, plain or compressed."""
+"""JSON lines, plain or compressed; a part is a range of bytes, or a compressed file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterator
 from typing import Any
 
-from data_prep.compressed import compressible, is_compressed
+from pydantic_core import from_json
+
 from data_prep.documents import sources
-from data_prep.documents.sources import Kind, Part, Source, records
+from data_prep.documents.sources import BadRecord, Part, Records, Source
+from data_prep.source_files import compressible, is_compressed, open_plain
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-class _JsonLines(Kind):
+class _JsonLines(Records):
     about = "a document in each line of the files below `path`, plain or compressed"
     # A plain .json beside others is metadata, and is read where a glob names it.
     suffixes = (*compressible(".jsonl", ".ndjson"), *compressible(".json")[1:])
-    has_fields = True
 
-    def first_record(self, source: Source) -> Mapping[str, Any]:
-        return records().first_json(source.files[0])
-
-    def parts(self, source: Source, seed: int, sequence_length: int) -> Iterable[Part]:
+    def parts(self, source: Source, seed: int, sequence_length: int) -> Iterator[Part]:
         for file in source.files:
-            # A compressed file is one part.
-            size = 1 if is_compressed(file) else max(1, file.stat().st_size)
+            if is_compressed(file):
+                yield Part((file,), 0, sys.maxsize)
+                continue
+            size = max(1, file.stat().st_size)
             for at in range(0, size, sources.PART_BYTES):
                 yield Part((file,), at, min(at + sources.PART_BYTES, size))
 
-    def read(self, part: Part, source: Source) -> Any:
-        return records().read_jsonl(
-            part.paths[0], part.start, part.stop, source.text_field, source.filters
-        )
+    def records(self, part: Part, source: Source) -> Iterator[tuple[int, Any]]:
+        """The lines that begin in the part, with their offsets."""
+        with open_plain(part.paths[0]) as file:
+            at = max(part.start - 1, 0)
+            if at:
+                file.seek(at)
+            while at < part.stop and (line := file.readline()):
+                # Before the part's start is the end of the previous part's line.
+                if at >= part.start and line.strip():
+                    yield at, _record(line if at else line.removeprefix(_BYTE_ORDER_MARK))
+                at += len(line)
+
+    def place(self, part: Part, source: Source, number: int) -> str:
+        """The file, and the line (from 1) that begins at byte `number`."""
+        line, unread = 1, number
+        with open_plain(part.paths[0]) as file:
+            while unread > 0 and (block := file.read(min(unread, 2**20))):
+                line += block.count(b"\n")
+                unread -= len(block)
+        return f"{part.paths[0]}, line {line}"
+
+
+def _record(line: bytes) -> Any:
+    try:
+        return from_json(line)
+    except ValueError as error:
+        return BadRecord(f"not a complete JSON record ({error})")
 
 
 KIND = _JsonLines()

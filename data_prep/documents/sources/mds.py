@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +35,6 @@ class _Mds(Kind):
         return indices + [
             shard.file(folder)[0] for folder, shard in shards if not shard.raw_data.hashes
         ]
-
-    def check_file(self, where: str, file: Path) -> None:
-        read_index(file)
-
-    def first_record(self, source: Source) -> Mapping[str, Any]:
-        shard = next((shard for index in source.files for shard in read_index(index)), None)
-        names = shard.column_names if shard is not None else ()
-        return {name: name for name in names if shard is not None and shard.is_text(name)}
 
     def parts(self, source: Source, seed: int, sequence_length: int) -> Iterable[Part]:
         for index in source.files:

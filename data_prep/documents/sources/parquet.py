@@ -2,47 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from bosch.errors import UserError
-from bosch.files import open_regular
-from data_prep.documents.sources import Kind, Part, Source, records
+from data_prep.documents.sources import Part, Records, Source
 
-# A file has a magic number, row groups, footer, footer length (4 bytes), magic number.
-_MAGIC = b"PAR1"
-_MIN_BYTES = 12
+_ROWS = 16  # that are held at once
 
 
-class _Parquet(Kind):
+class _Parquet(Records):
     about = "a document in each row of the files below `path`"
     suffixes = (".parquet",)
-    has_fields = True
 
-    def check_file(self, where: str, file: Path) -> None:
-        size = file.stat().st_size
-        with open_regular(file) as stream:
-            start = stream.read(4)
-            stream.seek(max(size - 8, 0))
-            footer_length, end = stream.read(4), stream.read(4)
-        if size < _MIN_BYTES or start != _MAGIC or end != _MAGIC:
-            raise UserError(
-                f"{file} is not a whole Parquet file (cut short or of another kind)", where
-            )
-        if int.from_bytes(footer_length, "little") > size - _MIN_BYTES:
-            raise UserError(f"{file} is a damaged Parquet file (its footer does not fit)", where)
-
-    def first_record(self, source: Source) -> Mapping[str, Any]:
-        return next(records().parquet_rows(source.files[0], 0), {})
-
-    def parts(self, source: Source, seed: int, sequence_length: int) -> Iterable[Part]:
+    def parts(self, source: Source, seed: int, sequence_length: int) -> Iterator[Part]:
         for file in source.files:
-            for group in range(records().parquet_row_groups(file, source.text_field)):
-                yield Part((file,), group)
+            try:
+                groups = _open(file).num_row_groups
+            except (OSError, ValueError) as error:
+                raise UserError(f"{file}: not a whole Parquet file ({error})") from None
+            yield from (Part((file,), group) for group in range(groups))
 
-    def read(self, part: Part, source: Source) -> Any:
-        return records().read_parquet(part.paths[0], part.start, source.text_field, source.filters)
+    def records(self, part: Part, source: Source) -> Iterator[tuple[int, Any]]:
+        file, row = _open(part.paths[0]), 0
+        needed = {source.text_field, *source.filters.matches}
+        columns = [name for name in file.schema_arrow.names if name in needed]
+        if source.text_field not in columns:
+            columns = None  # all, for a message that names them
+        for batch in file.iter_batches(_ROWS, row_groups=[part.start], columns=columns):
+            for record in batch.to_pylist():
+                yield row, record
+                row += 1
+
+    def place(self, part: Part, source: Source, number: int) -> str:
+        return f"{part.paths[0]}, row group {part.start}, row {number}"
+
+
+def _open(path: Path) -> Any:
+    import pyarrow.parquet as pq
+
+    return pq.ParquetFile(path)
 
 
 KIND = _Parquet()

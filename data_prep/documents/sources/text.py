@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from bosch.errors import UserError
-from data_prep.compressed import compressible, is_compressed
 from data_prep.documents import sources
 from data_prep.documents.sources import Kind, Part, Source, grouped
-from data_prep.text import WINDOW, Document, TextFile, read_utf8
+from data_prep.source_files import compressible
+from data_prep.text import read_utf8
 
 _TABLES = (*compressible(".csv", ".tsv", ".jsonl", ".ndjson"), ".parquet", ".arrow", ".mds")
 
@@ -17,24 +17,21 @@ _TABLES = (*compressible(".csv", ".tsv", ".jsonl", ".ndjson"), ".parquet", ".arr
 class _Text(Kind):
     about = "a document in each file below `path`"
 
-    def check_file(self, where: str, file: Path) -> None:
-        if file.name.endswith(_TABLES):
+    def files(self, where: str, path: str) -> list[Path]:
+        files = super().files(where, path)
+        table = next((file for file in files if file.name.endswith(_TABLES)), None)
+        if table is not None:
             raise UserError(
-                f"{where}: {file} holds records, not a text; set its kind, or name the texts by a "
-                "glob"
+                f"{table} holds records, not a text; set its kind, or name the texts by a glob",
+                where,
             )
+        return files
 
     def parts(self, source: Source, seed: int, sequence_length: int) -> Iterable[Part]:
-        files = source.files
-        for file in files:
-            self.check_file(f"source {source.name}", file)
-        return grouped(files, sources.PART_BYTES)
+        return grouped(source.files, sources.PART_BYTES)
 
-    def read(self, part: Part, source: Source) -> Iterable[Document]:
-        # WINDOW counts characters, of which a file has at most as many as bytes.
-        for path in part.paths:
-            is_long = path.stat().st_size > WINDOW or is_compressed(path)
-            yield TextFile(path) if is_long else read_utf8(path)
+    def read(self, part: Part, source: Source) -> Iterator[str]:
+        yield from map(read_utf8, part.paths)
 
 
 KIND = _Text()

@@ -20,7 +20,6 @@ from typing import Any
 
 from bosch.errors import UserError
 from bosch.files import read_regular
-from data_prep.text import decode_utf8
 from stages.evaluate.answers import TaskGroup
 from stages.evaluate.suites.harness import NO_HARNESS, HarnessEvaluation
 from stages.faults import Fault
@@ -367,14 +366,12 @@ def read_records(path: Path) -> list[dict[str, Any]]:
         content = read_regular(path)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
-    records, at = dict[int, dict[str, Any]](), 0  # by line
+    records = dict[int, dict[str, Any]]()  # by line
     for number, line in enumerate(io.BytesIO(content), 1):
-        text = decode_utf8(line, str(path), at)
-        at += len(line)
-        if not text.strip():
+        if not line.strip():
             continue
         try:
-            record = json.loads(text)
+            record = json.loads(line)
         except ValueError as error:
             reason = getattr(error, "msg", None) or str(error)
             raise ValueError(f"{path}, line {number}: not JSON ({reason})") from None

@@ -18,7 +18,7 @@ from bosch.analysis.intervals import student
 from bosch.errors import UserError
 from bosch.objective.answers import answer_logits
 from data_prep.tasks.samples import tokenizer_digest
-from data_prep.text import TextFile, encode_prompt, haystack_files
+from data_prep.text import encode_prompt, haystack_files, read_utf8
 from stages.evaluate.answers import Subtask, digest_of
 from stages.evaluate.generation import refuse_nan
 from stages.evaluate.suite import Records, Suite
@@ -149,8 +149,7 @@ def documents(path: str | None, characters: int) -> Iterator[str]:
     """
     if path is not None:
         for file in haystack_files(Path(path), "evaluate.positions.path", (".txt", ".md")):
-            pieces = itertools.chain.from_iterable(TextFile(file).pieces())
-            yield "".join(itertools.islice(pieces, characters))
+            yield read_utf8(file)[:characters]
         return
     spec = importlib.util.find_spec("transformers")
     assert spec is not None and spec.origin is not None
