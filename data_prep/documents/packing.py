@@ -16,6 +16,7 @@ from data_prep.documents.tokenization import TokenisedSource
 
 logger = logging.getLogger(__name__)
 
+IGNORED = -100  # label of a token that is not learnt
 FILE_TOKENS = 128 * 2**20
 BATCH_TOKENS = 2**20
 
@@ -89,14 +90,18 @@ def mix(
 
 @dataclass(frozen=True)
 class Packed:
-    """One sequence: `input_ids` [sequence_length] int32, and lengths and sources of its documents.
+    """One sequence: signed ids [sequence_length] int32, and lengths and sources of its documents.
 
     The rest of a document that did not fit is a document of the next sequence.
     """
 
-    input_ids: np.ndarray
+    signed: np.ndarray
     document_lengths: list[int]
     document_sources: list[int]
+
+    @property
+    def input_ids(self) -> np.ndarray:
+        return np.where(self.signed < 0, ~self.signed, self.signed)
 
 
 def pack(documents: Iterable[tuple[int, np.ndarray]], sequence_length: int) -> Iterator[Packed]:
@@ -123,23 +128,29 @@ def pack(documents: Iterable[tuple[int, np.ndarray]], sequence_length: int) -> I
 
 
 def write_dataset(
-    folder: Path, sequences: Iterable[Packed], count: int, sequence_length: int
+    folder: Path,
+    sequences: Iterable[Packed],
+    count: int,
+    sequence_length: int,
+    with_labels: bool = False,
 ) -> None:
     """Write `count` sequences in order, as a dataset that `datasets.load_from_disk` opens.
 
     Columns: `input_ids`, a list of `sequence_length` int32; `document_lengths`, a list of int32
-    that sums to `sequence_length`; and `document_sources`, the documents' source numbers, int32.
+    that sums to `sequence_length`; `document_sources`, the documents' source numbers, int32; and
+    `labels`, if wanted: the ids, with `IGNORED` for those that are not learnt.
     """
     from datasets import DatasetInfo, Features, Value
     from datasets import Sequence as ListOf
 
-    features = Features(
-        {
-            "input_ids": ListOf(Value("int32"), length=sequence_length),
-            "document_lengths": ListOf(Value("int32")),
-            "document_sources": ListOf(Value("int32")),
-        }
-    )
+    columns = {
+        "input_ids": ListOf(Value("int32"), length=sequence_length),
+        "document_lengths": ListOf(Value("int32")),
+        "document_sources": ListOf(Value("int32")),
+    }
+    if with_labels:
+        columns["labels"] = columns["input_ids"]
+    features = Features(columns)
     folder.mkdir(parents=True, exist_ok=True)
     per_file = max(1, FILE_TOKENS // sequence_length)
     files = math.ceil(count / per_file)
@@ -168,14 +179,27 @@ def _write_file(
 
     per_batch = min(rows, max(1, BATCH_TOKENS // length))
     # One buffer for all batches: allocating one each time takes as long as filling it.
-    buffer, integers = np.empty((per_batch, length), np.int32), pa.list_(pa.int32())
+    buffers = {
+        name: np.empty((per_batch, length), np.int32)
+        for name in ("input_ids", "labels")
+        if name in schema.names
+    }
+    integers = pa.list_(pa.int32())
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
         for start in range(0, rows, per_batch):
             batch = [next(sequences) for _ in range(min(per_batch, rows - start))]
-            for row, packed in zip(buffer, batch, strict=False):
-                row[:] = packed.input_ids
-            values = pa.array(buffer[: len(batch)].reshape(-1))
-            ids = pa.FixedSizeListArray.from_arrays(values, length)
+            for name, buffer in buffers.items():
+                for row, packed in zip(buffer, batch, strict=False):
+                    row[:] = packed.input_ids
+                    if name == "labels":
+                        row[packed.signed < 0] = IGNORED
+            ids, *labels = [
+                pa.FixedSizeListArray.from_arrays(
+                    pa.array(buffer[: len(batch)].reshape(-1)), length
+                )
+                for buffer in buffers.values()
+            ]
             lengths = pa.array([packed.document_lengths for packed in batch], integers)
             sources = pa.array([packed.document_sources for packed in batch], integers)
-            writer.write_batch(pa.RecordBatch.from_arrays([ids, lengths, sources], schema=schema))
+            columns = [ids, lengths, sources, *labels]
+            writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))

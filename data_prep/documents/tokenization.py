@@ -1,6 +1,7 @@
 """Parallel tokenisation of a source's parts into shards on disk, which survive a restart.
 
-A shard is a folder with `ids.int32`, the concatenated token ids of its documents, and
+A shard is a folder with `ids.int32`, the concatenated token ids of its documents (`~id` for those
+that are not learnt), and
 `documents.npy`, for each document [tokens, UTF-8 bytes of its text]. Tokens include the closing
 end-of-text token; both are 0 for a document that the filters leave out. `skipped.json` says what is
 wrong with the records that were skipped. The folder is renamed into place when it is complete. A
@@ -20,7 +21,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from bosch import files
 from bosch.errors import RunError, UserError
 from bosch.progress import Progress
 from bosch.this_process import die_with_parent
+from data_prep.documents.conversations import Conversation
 from data_prep.documents.filters import Filters
 from data_prep.documents.sources import BadRecord, Part, Source, list_parts, read_part
 from data_prep.documents.tokenizer import WINDOW, Encoder
@@ -86,22 +88,6 @@ class TokenisedSource:
     @property
     def bytes_per_token(self) -> float:
         return self.text_bytes / self.tokens
-
-    def length_histogram(self) -> list[dict[str, int]]:
-        """Documents and tokens by document length, in bins of `up_to` / 2 + 1 to `up_to` tokens.
-
-        `up_to` is a power of two; empty bins are left out.
-        """
-        lengths = np.concatenate([np.diff(block.offsets) for block in self.blocks])
-        bins = np.ceil(np.log2(lengths)).astype(int)
-        return [
-            {
-                "up_to": 2 ** int(number),
-                "documents": int((bins == number).sum()),
-                "tokens": int(lengths[bins == number].sum()),
-            }
-            for number in np.unique(bins)
-        ]
 
 
 def tokenise_source(
@@ -208,7 +194,7 @@ def _tokenise_part(job: tuple[Part, Path], *, source: Source, encoder: Encoder) 
         temporary.mkdir()
         with (temporary / _IDS).open("wb", buffering=_BUFFER_BYTES) as sink:
             skipped: list[str] = []
-            documents = _without_bad_records(read_part(part, source), source, skipped)
+            documents = _encoded(part, source, encoder, skipped)
             lengths = _write_documents(documents, encoder, source.filters, sink)
             # An array, since a compressed file may have millions of documents.
             sizes = np.fromiter(lengths, np.dtype((np.int64, 2)))
@@ -217,11 +203,31 @@ def _tokenise_part(job: tuple[Part, Path], *, source: Source, encoder: Encoder) 
     return path
 
 
-def _without_bad_records(
-    documents: Iterable[str | BadRecord | None], source: Source, skipped: list[str]
-) -> Iterator[str | None]:
-    """The other documents; appends to `skipped`. UserError where a part alone has too many."""
-    for document in documents:
+class _Encoded(NamedTuple):
+    """A conversation's signed token ids, and the bytes of its text."""
+
+    ids: np.ndarray
+    text_bytes: int
+
+
+def _encoded(
+    part: Part, source: Source, encoder: Encoder, skipped: list[str]
+) -> Iterator[str | _Encoded | None]:
+    """The part's documents, conversations as tokens; appends the faults of others to `skipped`.
+
+    Raises UserError where a part alone has too many.
+    """
+    answers_only = source.loss == "completion"
+    for document in read_part(part, source):
+        if isinstance(document, Conversation):
+            try:
+                yield _Encoded(*encoder.conversation(document.messages, answers_only))
+                continue
+            except UserError:
+                raise
+            except Exception as error:  # of the template
+                reason = " ".join(str(error).split())
+                document = BadRecord(f"{document.place()}: {reason}")
         if isinstance(document, BadRecord):
             if len(skipped) == source.skip_bad_records:
                 raise _too_many(source, document.fault)
@@ -234,7 +240,10 @@ _LEFT_OUT = (0, 0)
 
 
 def _write_documents(
-    documents: Iterable[str | None], encoder: Encoder, filters: Filters, sink: BinaryIO
+    documents: Iterable[str | _Encoded | None],
+    encoder: Encoder,
+    filters: Filters,
+    sink: BinaryIO,
 ) -> Iterator[tuple[int, int]]:
     """Write every document's token ids; yields its tokens and the bytes of its text.
 
@@ -244,6 +253,12 @@ def _write_documents(
     for group in _groups(documents, filters):
         if group is None:
             yield _LEFT_OUT
+            continue
+        if isinstance(group, _Encoded):
+            allowed = filters.allow_tokens(len(group.ids))
+            if allowed:
+                sink.write(group.ids.data)
+            yield (len(group.ids), group.text_bytes) if allowed else _LEFT_OUT
             continue
         is_long = len(group[0]) > WINDOW
         encoded = [np.concatenate([*encoder.long(group[0])])] if is_long else encoder(group)
@@ -256,8 +271,10 @@ def _write_documents(
                 yield _LEFT_OUT
 
 
-def _groups(documents: Iterable[str | None], filters: Filters) -> Iterator[list[str] | None]:
-    """Documents in order: short ones in groups, a long one alone.
+def _groups(
+    documents: Iterable[str | _Encoded | None], filters: Filters
+) -> Iterator[list[str] | _Encoded | None]:
+    """Documents in order: short ones in groups, a long one or a conversation alone.
 
     None stands for a document that is left out; it comes before the group in progress.
     """
@@ -266,13 +283,15 @@ def _groups(documents: Iterable[str | None], filters: Filters) -> Iterator[list[
     for document in documents:
         if document == "":
             continue
-        is_long = len(document or "") > WINDOW
-        if group and (is_long or size >= WINDOW):
+        is_alone = isinstance(document, _Encoded) or len(document or "") > WINDOW
+        if group and (is_alone or size >= WINDOW):
             yield group
             group, size = [], 0
-        if document is None or not filters.allow_text(document):
+        if isinstance(document, _Encoded):
+            yield document
+        elif document is None or not filters.allow_text(document):
             yield None
-        elif is_long:
+        elif is_alone:
             yield [document]
         else:
             group.append(document)

@@ -15,6 +15,7 @@ import numpy as np
 from bosch.errors import UserError
 from bosch.files import check_hub_cache, load_user_json
 from bosch.model.untrusted import check_faults, model_file_faults
+from data_prep.documents.conversations import Messages, encode_conversation
 
 # Characters that are encoded at once.
 WINDOW = 2**17
@@ -100,6 +101,10 @@ class Encoder:
             split_special_tokens=not self.special_tokens, verbose=False,
         )["input_ids"]  # fmt: skip
         return [_int32(ids) for ids in encoded]
+
+    def conversation(self, messages: Messages, answers_only: bool) -> tuple[np.ndarray, int]:
+        """Signed token ids of a conversation, and the bytes of its text."""
+        return encode_conversation(load_tokenizer(self.spec), messages, answers_only)
 
     def long(self, text: str) -> Iterator[np.ndarray]:
         """Token ids of a document of any size, as if it were encoded at once.

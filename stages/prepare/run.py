@@ -153,7 +153,8 @@ def write_training_data(
     remove(work_dir / PACKED_DATA)
     with progress(sequences, "packing", "sequences") as bar:
         packed = _checked(pack(mix(streams, weights, tokens), length), spec, bar)
-        write_dataset(work_dir / PACKED_DATA, packed, sequences, length)
+        with_labels = any(source.loss == "completion" for source in sources)
+        write_dataset(work_dir / PACKED_DATA, packed, sequences, length, with_labels)
     _warn_of_small_shares(streams, weights, tokens)
     shares = {stream.name: stream.tokens / tokens for stream in streams}
     return {
@@ -174,7 +175,6 @@ def write_training_data(
                 "bytes_per_token": t.bytes_per_token,
                 "left_out": t.left_out,
                 "skipped": t.skipped,
-                "lengths": t.length_histogram(),
             }
             for t, stream in zip(tokenised, streams, strict=True)
         },

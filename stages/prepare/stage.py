@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -122,6 +122,9 @@ class SourceConfig(Section):
     special_tokens: Flag = False
     """Whether special tokens in a text are tokenised as such, for conversations rendered by a chat
     template; otherwise they are ordinary text."""
+    loss: Literal["all", "completion"] = "all"
+    """completion: of records with `messages`, or `prompt` and `completion`, training learns the
+    assistant's answers alone; all: every token."""
     filters: FilterConfig = FilterConfig()
 
 
@@ -201,8 +204,11 @@ def _faults(loaded: LoadedRecipe) -> Iterator[Fault]:
         where, kind = f"prepare.sources.{index}", KINDS[source.kind]
         if kind.needs_path and not source.path:
             yield Fault(where, f"a source of kind {source.kind} needs a path")
-        if source.filters.matches and not kind.has_fields:
-            yield Fault(f"{where}.filters.matches", f"a source of kind {source.kind} has no fields")
+        for field, is_set in (
+            ("filters.matches", source.filters.matches), ("loss", source.loss == "completion"),
+        ):  # fmt: skip
+            if is_set and not kind.has_fields:
+                yield Fault(f"{where}.{field}", f"a source of kind {source.kind} has no fields")
         on_hub = source.path is not None and kind.is_remote(source.path)
         if on_hub and not _COMMIT.fullmatch(source.revision or ""):
             yield Fault(

@@ -98,8 +98,9 @@ class SourceTokens:
 
 def collate(rows: Sequence[dict[str, Any]]) -> Batch:
     """Plain causal language modelling: input_ids and labels [B, T]; the model shifts the labels."""
-    input_ids = torch.from_numpy(np.stack([row["input_ids"] for row in rows]).astype(np.int64))
-    return {"input_ids": input_ids, "labels": input_ids.clone()}
+    names = "input_ids", "labels" if "labels" in rows[0] else "input_ids"
+    ids, labels = (np.stack([row[name] for row in rows]).astype(np.int64) for name in names)
+    return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
 
 
 def collate_documents(rows: Sequence[dict[str, Any]]) -> Batch:

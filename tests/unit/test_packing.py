@@ -400,16 +400,6 @@ def test_bounds_of_tokens_and_characters(tmp_path, monkeypatch, window):
         assert (passing(tokenised), tokenised.left_out) == (expected, 4 - len(expected))
 
 
-def test_histogram_of_document_lengths():
-    lengths = [1, 2, 3, 4, 5, 8, 9, 1000]
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    blocks = [Block(np.zeros(32, np.int32), offsets[:7]), Block(np.zeros(1, np.int32), offsets[6:])]
-    histogram = TokenisedSource(Source("s", "text"), blocks, 0).length_histogram()
-    assert [(bin_["up_to"], bin_["documents"], bin_["tokens"]) for bin_ in histogram] == [
-        (1, 1, 1), (2, 1, 2), (4, 2, 7), (8, 2, 13), (16, 1, 9), (1024, 1, 1000),
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 def test_bad_records_are_skipped_up_to_a_number(tmp_path, monkeypatch, caplog, workers):
     """Counted over all parts of the source; a finished part keeps its number."""

@@ -13,13 +13,17 @@ import importlib
 import pkgutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from bosch.errors import RunError, UserError
 from data_prep.documents.filters import Filters
 from data_prep.documents.mds_index import Shard
 from data_prep.source_files import files_of
+
+if TYPE_CHECKING:
+    from data_prep.documents.conversations import Conversation
 
 PART_BYTES = 4 * 2**20
 
@@ -38,6 +42,7 @@ class Source:
     split: str = "train"
     revision: str | None = None
     special_tokens: bool = False
+    loss: Literal["all", "completion"] = "all"
     skip_bad_records: int = 0
     filters: Filters = field(default_factory=Filters)
 
@@ -70,6 +75,10 @@ class BadRecord:
     """A record that is no document: what is wrong, and where."""
 
     fault: str
+
+
+# A text, a conversation, or None for a document that a pattern leaves out.
+Document: TypeAlias = "str | Conversation | BadRecord | None"
 
 
 class Kind:
@@ -105,13 +114,13 @@ class Kind:
         """The source's parts; an endless source has an order by `seed`."""
         raise NotImplementedError
 
-    def read(self, part: Part, source: Source) -> Iterable[str | BadRecord | None]:
+    def read(self, part: Part, source: Source) -> Iterable[Document]:
         """The documents of a part, as in `read_part`."""
         raise NotImplementedError
 
 
 class Records(Kind):
-    """A kind whose documents are a field of records."""
+    """A kind whose documents are texts or conversations in records."""
 
     has_fields = True
 
@@ -123,23 +132,33 @@ class Records(Kind):
         """Where a record is, for a message."""
         raise NotImplementedError
 
-    def read(self, part: Part, source: Source) -> Iterator[str | BadRecord | None]:
+    def read(self, part: Part, source: Source) -> Iterator[Document]:
         """Filters come first; a record that passes them and has no text is a `BadRecord`."""
+        conversations = importlib.import_module("data_prep.documents.conversations")
+        field = source.text_field
         for number, record in self.records(part, source):
-            if isinstance(record, Mapping) and not source.filters.allow_record(record):
-                yield None
-            elif isinstance(record, Mapping) and isinstance(record.get(source.text_field), str):
-                yield record[source.text_field]
-            else:
-                problem = _problem(record, source.text_field)
-                yield BadRecord(f"{self.place(part, source, number)}: {problem}")
+            place = partial(self.place, part, source, number)
+            if isinstance(record, Mapping):
+                if not source.filters.allow_record(record):
+                    yield None
+                    continue
+                if source.loss == "all" and isinstance(text := record.get(field), str):
+                    yield text
+                    continue
+                if (messages := conversations.messages_of(record, field)) is not None:
+                    yield conversations.Conversation(messages, place)
+                    continue
+            yield BadRecord(f"{place()}: {_problem(record, source)}")
 
 
-def _problem(record: Any, field: str) -> str:
+def _problem(record: Any, source: Source) -> str:
+    field = source.text_field
     if isinstance(record, BadRecord):
         return record.fault
     if not isinstance(record, Mapping):
         return f"expected an object, found {record!r:.80}"
+    if source.loss == "completion":
+        return "no messages, and no prompt with a completion, as `loss: completion` needs them"
     if field not in record:
         return f"no field `{field}` (there is {', '.join(map(str, record)):.200}); set text_field"
     return f"field `{field}` is {record[field]!r:.80}, not text"
@@ -171,7 +190,7 @@ def list_parts(source: Source, seed: int, sequence_length: int) -> Iterator[Part
         yield parts[index]
 
 
-def read_part(part: Part, source: Source) -> Iterator[str | BadRecord | None]:
+def read_part(part: Part, source: Source) -> Iterator[Document]:
     """The part's documents, empty ones included; None for a document that a pattern leaves out.
 
     Raises UserError, which names the source and the files, if they are damaged.
