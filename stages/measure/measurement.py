@@ -19,7 +19,7 @@ from typing import Any
 
 from bosch.backends import BACKENDS, check_backend, resolve_backend
 from bosch.errors import RunError, UserError
-from bosch.files import read_json, write_json, write_text
+from bosch.files import write_json, write_text
 from bosch.model.configuration import is_hybrid
 from bosch.model.deploy_mode import deploy_layouts
 from bosch.model.families import decoder_layers, family_of, text_config
@@ -69,7 +69,6 @@ def measure(
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--output {output}: cannot be created ({error.strerror})") from None
-    _check_output(model, output)
     finished, basis = FinishedWork(output / "runs.partial.jsonl"), _basis(model, original)
     if len(finished):
         logger.info("reusing %d runs of an interrupted measurement", len(finished))
@@ -138,8 +137,6 @@ def _checked_model(model: str, original: str | None, settings: MeasureSettings) 
     _check_attention(settings)
     config = load_config(model)
     if not is_hybrid(config):
-        if original is not None:
-            raise UserError(f"--original: {model} is itself an original model; leave this out")
         family_of(config)
         return config
     deploy_layouts(config)
@@ -171,16 +168,6 @@ def _check_attention(settings: MeasureSettings) -> None:
     # Limits of the backend itself are reported before those of this machine.
     name = settings.attention
     check_backend(name if name in BACKENDS else resolve_backend(name), requests, "--attention")
-
-
-def _check_output(model: str, output: Path) -> None:
-    """Raise UserError where `output` holds the figures of another model."""
-    report = read_json(output / REPORT)
-    measured = report.get("model", {}).get("path") if isinstance(report, dict) else None
-    if measured is not None and os.path.realpath(measured) != os.path.realpath(model):
-        raise UserError(
-            f"--output {output}: it holds the figures of {measured}; name another folder"
-        )
 
 
 def _basis(*models: str | None) -> dict[str, Any]:

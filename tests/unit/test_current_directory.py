@@ -1,4 +1,4 @@
-"""Nothing is imported from the current directory: not by a command, its stages or launch/*.sh."""
+"""Nothing is imported from the current directory: not by a command and not by its stages."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from bosch.errors import RunError
 from pipeline.run.launch import launch
 from stages.context import ModelConfig, Runtime, StageConfig
-from stages.measure.measurement import run_in_process
 from stages.report.stage import ReportConfig
 from stages.stage import World
 from tests.pipeline_case import ROOT, Case
@@ -52,41 +50,21 @@ def _run(command: list[str], cwd: Path, **extra: str) -> subprocess.CompletedPro
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("python_path", ["{root}", ":{root}", "{root}:"])
 def test_a_command_imports_nothing_from_the_current_directory(
-    tmp_path: Path, hostile: Path, python_path: str
+    tmp_path: Path, hostile: Path
 ) -> None:
     """An empty entry of PYTHONPATH means the current directory, too."""
     case = Case(tmp_path)
-    path = python_path.format(root=ROOT)
     for start in (["-m", "pipeline"], [str(ENTRY)]):
-        done = _run([sys.executable, *start, "status", str(case.file)], hostile, PYTHONPATH=path)
+        done = _run(
+            [sys.executable, *start, "status", str(case.file)], hostile, PYTHONPATH=f":{ROOT}"
+        )
         assert done.returncode == 0, done.stderr
         assert "never made" in done.stdout
 
 
-def test_documented_ways_to_start_import_nothing_before_the_program(
-    tmp_path: Path, more_hostile: Path
-) -> None:
-    """docs/notes/security.md: as a file, or with -P; launch/torchrun.sh is tested below."""
-    status = ["status", str(Case(tmp_path).file)]
-    for start in ([str(ENTRY)], ["-P", "-m", "pipeline"]):
-        done = _run([sys.executable, *start, *status], more_hostile, PYTHONPATH=str(ROOT))
-        assert done.returncode == 0, done.stderr
-
-
-def test_a_measured_process_imports_nothing_from_the_current_directory(
-    more_hostile: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(more_hostile)
-    monkeypatch.delenv("PYTHONPATH", raising=False)  # unless an entry names this folder on purpose
-    with pytest.raises(RunError, match="KeyError: 'settings'"):
-        run_in_process({}, "it")
-
-
-@pytest.mark.parametrize("processes", [1, 2])
 def test_a_stage_imports_nothing_from_the_current_directory(
-    tmp_path: Path, more_hostile: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+    tmp_path: Path, more_hostile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(more_hostile)
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
@@ -95,53 +73,12 @@ def test_a_stage_imports_nothing_from_the_current_directory(
     work.mkdir()
     config = StageConfig(ReportConfig(), ModelConfig(path="x"), 0, Runtime())
     what = order(config, {}, work, "tests.fake_stages:run")
-    summary = launch(what, World(processes_per_node=processes))
+    summary = launch(what, World(processes_per_node=1))
     assert summary == {"stage": "report", "rank": 0}
-    assert json.loads((work / "output.json").read_text())["world"] == str(processes)
-
-
-def test_launch_scripts_import_nothing_from_the_current_directory(
-    tmp_path: Path, more_hostile: Path
-) -> None:
-    """A Python without packages is not taken for one that has them; torchrun.sh runs a recipe."""
-    root = tmp_path / "checkout"
-    shutil.copytree(ROOT / "launch", root / "launch")
-    (root / "pipeline").mkdir()
-    (root / "pipeline" / "__main__.py").write_text("import yaml, sys; print(sys.argv[1:])")
-    python = root / ".venv" / "bin" / "python"
-    (root / "launch" / "setup.sh").write_text(
-        f"#!/bin/sh\necho set up\nmkdir -p {python.parent}\nln -sf {sys.executable} {python}\n"
-        f"cp {Path(sys.executable).parents[1]}/pyvenv.cfg {root}/.venv/ 2>/dev/null || true\n"
-    )
-    for name in ("transformers", "accelerate", "datasets", "PyNomad", "altair", "rich"):
-        (more_hostile / f"{name}.py").touch()
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    for name in ("python", "python3"):
-        (bare / name).write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
-        (bare / name).chmod(0o755)
-    script = [f"{root}/launch/torchrun.sh", "recipe.yaml"]
-    own = {"PATH": f"{bare}:/usr/bin:/bin", "BOSCH_PYTHON": ""}
-    site = next(path for path in sys.path if path.endswith("site-packages"))
-    done = _run(script, more_hostile, **own, PYTHONPATH="::")
-    assert done.stdout.splitlines()[0] == "set up", done.stderr
-    done = _run(script, more_hostile, **own, PYTHONPATH=f":{site}:")
-    assert done.stdout.splitlines()[-1] == "['run', 'recipe.yaml']", done.stderr
-
-
-def test_a_command_works_in_the_folder_of_installed_packages() -> None:
-    site = next(path for path in sys.path if path.endswith("site-packages"))
-    done = _run([sys.executable, str(ENTRY), "--help"], Path(site))
-    assert done.returncode == 0, done.stderr
+    assert json.loads((work / "output.json").read_text())["world"] == "1"
 
 
 def test_a_python_without_the_packages_gets_one_sentence(tmp_path: Path) -> None:
     done = _run([sys.executable, "-S", str(ENTRY), "--help"], tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == 1
     assert re.fullmatch(r"error: this Python lacks \w+; run launch/setup.sh .*\n", done.stderr)
-
-
-def test_a_command_works_in_a_removed_folder(tmp_path: Path) -> None:
-    command = ["sh", "-c", 'rmdir "$PWD" && exec "$@"', "sh", sys.executable, str(ENTRY), "--help"]
-    done = _run(command, tmp_path, PYTHONPATH=str(ROOT))
-    assert done.returncode == 0, done.stderr

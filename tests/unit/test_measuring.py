@@ -29,7 +29,6 @@ from bosch.model.loading import full_attention_config, load_config, load_model
 from bosch.model.materialize import materialize
 from bosch.this_process import killed_by_kernel
 from bosch.window import Window
-from pipeline.commands.measure import default_output
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.measure import measurement, process
 from stages.measure.measured_model import (
@@ -300,17 +299,6 @@ def test_an_output_below_a_file_is_refused_in_a_sentence(folder: Path, tmp_path:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"^--output .*/file/out: cannot be created \(Not a dir"):
         measurement.measure(str(folder / "model"), None, MeasureSettings(), tmp_path / "file/out")
-
-
-def test_figures_of_two_models_go_to_different_folders(folder: Path, tmp_path: Path) -> None:
-    """The directory of every hybrid is called model."""
-    places = [tmp_path / name / "model" for name in "ab"]
-    assert len({default_output(str(place)) for place in places}) == 2
-    report = {"model": {"path": str(places[0])}}
-    (tmp_path / "efficiency.json").write_text(json.dumps(report))
-    with pytest.raises(UserError, match=f"holds the figures of {places[0]}; name another folder"):
-        measurement.measure(str(folder / "model"), None, MeasureSettings(), tmp_path)
-    assert json.loads((tmp_path / "efficiency.json").read_text()) == report
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The wheel and the sdist for `pip install .` and a package index, and what they can do."""
+"""The wheel for `pip install .`, and what it can do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import zipfile
 from contextlib import nullcontext
 from pathlib import Path
@@ -30,13 +29,13 @@ from tests.hybrid_case import random_mask, small_model
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with both, built offline from a copy: building leaves files in the tree."""
+    """A folder with the wheel, built offline from a copy: building leaves files in the tree."""
     folder = tmp_path_factory.mktemp("built")
     source = folder / "source"
     shutil.copytree(ROOT / "bosch", source / "bosch", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    build = "from setuptools.build_meta import *; build_wheel({0!r}); build_sdist({0!r})"
+    build = "from setuptools.build_meta import *; build_wheel({0!r})"
     command = [sys.executable, "-c", build.format(str(folder))]
     done = subprocess.run(command, cwd=source, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -70,13 +69,6 @@ def test_the_wheel_contains_only_the_library(site: Path) -> None:
     assert own <= {str(path.relative_to(site)) for path in site.rglob("*.py")}
     assert (site / "bosch" / "py.typed").exists()
     assert list((site / "bosch").glob("*.schema.json"))
-
-
-def test_the_sdist_builds_the_same_wheel(built: Path) -> None:
-    (archive,) = built.glob("*.tar.gz")
-    with tarfile.open(archive) as tar:
-        names = {name.partition("/")[2] for name in tar.getnames()}
-    assert {"pyproject.toml", "LICENSE", "bosch/README.md", "bosch/py.typed"} <= names
 
 
 def test_the_package_has_a_description_for_an_index(site: Path) -> None:
@@ -130,22 +122,6 @@ def test_the_exit_status_of_the_librarys_commands(
     assert capsys.readouterr().err == said
 
 
-@pytest.mark.parametrize("option", ["--help", "--version"])
-def test_a_closed_pipe_gives_no_traceback(option: str) -> None:
-    read, write = os.pipe()
-    os.close(read)
-    code = (
-        f"import sys; from bosch.console import library_main; sys.exit(library_main(['{option}']))"
-    )
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, text=True, cwd=ROOT
-        )
-    finally:
-        os.close(write)
-    assert (done.returncode, done.stderr) == (1, "")
-
-
 def test_other_commands_say_that_they_need_the_checkout(site: Path) -> None:
     done = _bosch(site, "run", "recipes/quickstart.yaml")
     (line,) = done.stderr.splitlines()
@@ -155,10 +131,3 @@ def test_other_commands_say_that_they_need_the_checkout(site: Path) -> None:
         "repository and run launch/setup.sh; the library's own commands are "
         + ", ".join(command_help([bosch.commands]))
     )
-
-
-def test_another_package_named_pipeline_is_not_run(site: Path, tmp_path: Path) -> None:
-    shutil.copytree(site, tmp_path / "site")
-    (tmp_path / "site" / "pipeline").mkdir()
-    (tmp_path / "site" / "pipeline" / "__main__.py").write_text("raise SystemExit('another')")
-    assert _bosch(tmp_path / "site", "--version").stdout == f"bosch {VERSION}\n"

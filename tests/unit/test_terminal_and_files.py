@@ -8,7 +8,6 @@ import json
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -28,7 +27,6 @@ from bosch.files import (
     load_json,
     make_folder,
     make_symlink,
-    open_regular,
     read_json,
     remove_old_temporaries,
     replacing,
@@ -126,41 +124,10 @@ def alarm() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
-def make_link_to_pipe(path: Path) -> None:
-    os.mkfifo(path.with_name(".pipe"))
-    path.symlink_to(".pipe")
-
-
-def make_socket(path: Path) -> None:
-    place = os.getcwd()
-    os.chdir(path.parent)  # the path of a socket must be short
-    try:
-        socket.socket(socket.AF_UNIX).bind(path.name)
-    finally:
-        os.chdir(place)
-
-
 _PLACES = {
     "recipe": ("tiny.yaml", []),
-    "document": ("corpus/b.txt", []),
-    "source": ("corpus/c", ["prepare.sources.0.path={}"]),
-    "jsonl": ("corpus/b.jsonl", ["prepare.sources.0.kind=jsonl"]),
-    "compressed": ("corpus/b.jsonl.gz", ["prepare.sources.0.kind=jsonl"]),
-    "parquet": ("corpus/b.parquet", ["prepare.sources.0.kind=parquet"]),
-    "index": ("corpus/index.json", ["prepare.sources.0.kind=mds", "prepare.sources.0.tokenizer=x"]),
     "config": ("model/config.json", []),
     "weights": ("model/model.safetensors", []),
-    "weights index": ("model/model.safetensors.index.json", []),
-    "tokenizer": ("model/tokenizer.json", []),
-    "second tokenizer file": ("model/tokenizer_config.json", []),
-    "card": ("model/README.md", []),
-    "code": ("model/code.py", ["model.trust_remote_code=true"]),
-    "essay": ("essays/a.txt", ["prepare.calibration.essay_dir={folder}"]),
-    "harness": (
-        "tasks/a/test.jsonl",
-        ["evaluate.harness.data_dir={folder}", "evaluate.harness.tasks=[gsm8k]"],
-    ),
-    "positions": ("long/a.txt", ["evaluate.positions.path={folder}"]),
     "mask": ("mask.json", ["search.method=given", "search.mask={}"]),
 }
 
@@ -169,12 +136,6 @@ _PLACES = {
     ("place", "make"),
     [
         *((place, os.mkfifo) for place in _PLACES),
-        *(
-            (place, lambda path: path.symlink_to("/dev/zero"))
-            for place in ("document", "card", "config")
-        ),
-        ("document", make_link_to_pipe),
-        ("document", make_socket),
         # A regular file that opens, but whose reads all fail.
         ("mask", lambda path: path.symlink_to("/proc/self/mem")),
     ],
@@ -242,26 +203,19 @@ def test_a_file_that_may_be_intact_is_no_fault_of_a_folder(
         hash_fault(tmp_path, {"a": ""})
 
 
-@pytest.mark.parametrize(("is_full", "unbuffered"), [(True, ""), (True, "1"), (False, "")])
-def test_an_output_that_cannot_be_written_ends_with_1(
-    case: Case, is_full: bool, unbuffered: str
-) -> None:
+@pytest.mark.parametrize("is_full", [True, False])
+def test_an_output_that_cannot_be_written_ends_with_1(case: Case, is_full: bool) -> None:
     """A full disk is reported; a closed pipe is not."""
     reader, output = os.pipe()
     os.close(reader)
     if is_full:
         os.dup2(os.open("/dev/full", os.O_WRONLY), output)
     done = subprocess.run(
-        case.command("status"), env=case.environment(PYTHONUNBUFFERED=unbuffered), stdout=output,
+        case.command("status"), env=case.environment(), stdout=output,
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     os.close(output)
     assert done.returncode == 1 and (" is full; free some space" in done.stderr) == is_full
-
-
-def test_a_closed_output_is_no_failure(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", None)
-    assert cli.main(["status", str(case.file)]) == 0
 
 
 def test_a_full_disk_writes_nothing_to_standard_output(
@@ -278,30 +232,8 @@ def test_a_full_disk_writes_nothing_to_standard_output(
     assert printed.err.startswith(f"error: the disk of {case.runs} ") and not printed.out
 
 
-def test_a_terminal_without_unicode_ends_no_run(case: Case) -> None:
-    ascii_only = {"PYTHONIOENCODING": "ascii:strict"}
-    assert case.call("run", "--until", "prepare", **ascii_only).returncode == 0
-    done = case.call("status", "seed=5", **ascii_only)
-    assert done.returncode == 0, done.stderr
-    assert "seed changed 0 \\u2192 5" in done.stdout
-
-
-def test_a_pipe_that_replaces_a_file_is_refused_and_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between the check of the file and its opening."""
-    (tmp_path / "file").touch()
-    os.mkfifo(tmp_path / "pipe")
-    regular, before = os.stat(tmp_path / "file"), sorted(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(os, "stat", lambda path: regular)
-    with pytest.raises(OSError, match="pipe"):
-        open_regular(tmp_path / "pipe")
-    monkeypatch.undo()
-    assert sorted(os.listdir("/proc/self/fd")) == before
-
-
 def test_invalid_json_raises_value_error(tmp_path: Path) -> None:
-    for text in (b"[" * 200_000, b"9" * 5000, b"{", b'{"a": ' * 100_000, b"[1]\xff"):
+    for text in (b"[" * 200_000, b"{", b"[1]\xff"):
         (tmp_path / "a.json").write_bytes(text)
         with pytest.raises(ValueError, match=r"."):
             load_json(tmp_path / "a.json")

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,13 +30,13 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from bosch.attention import BACKENDS
 from bosch.errors import DiskFullError, RunError, UserError
 from bosch.journal import Journal
-from bosch.model.loading import load_config, load_model
+from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
 from bosch.window import Window
 from data_prep.documents.packing import Packed, write_dataset
 from stages.context import ModelConfig, Runtime
 from stages.materialize.model_card import UNTRAINED
-from stages.train import model, parallel, storage
+from stages.train import parallel, storage
 from stages.train.checkpoint import CheckpointWriter
 from stages.train.data import PackedSequences, SourceTokens
 from stages.train.loop import Loop
@@ -146,8 +146,7 @@ def test_experts_use_grouped_products_whatever_the_configuration_says(
         use_grouped_experts(model)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-@pytest.mark.parametrize("precision", ["bf16", "no"])
+@pytest.mark.parametrize(("family", "precision"), [("qwen3_moe", "no"), ("gpt_oss", "bf16")])
 def test_experts_are_computed_in_the_precision_of_training(
     family: str, precision: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,8 +227,7 @@ def test_metrics_after_the_restart_point_are_cut_off(tmp_path: Path) -> None:
     assert left[0] >= 48 and left[1] >= 20 and left == pytest.approx([48, 20], rel=0.3)
 
 
-@pytest.mark.parametrize("checksummed", [False, True])
-@pytest.mark.parametrize("lost", [[2], [3], [1, 2, 3]])
+@pytest.mark.parametrize(("lost", "checksummed"), [([3], False), ([1, 2, 3], True)])
 def test_training_continues_if_metrics_records_are_lost(
     tmp_path: Path, lost: list[int], checksummed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -299,9 +297,6 @@ def test_only_the_latest_two_complete_restart_points_are_kept(tmp_path: Path) ->
     "harm",
     [
         lambda point: (point / "__0_0.distcp").write_bytes(b"stat" + bytes(4)),
-        lambda point: (point / "__0_0.distcp").unlink(),
-        lambda point: (point / "whole.json").write_text("{"),
-        lambda point: (point / "whole.json").write_text("[]"),
         lambda point: (point / "whole.json").unlink(),
     ],
 )
@@ -355,9 +350,7 @@ def test_a_restart_point_renamed_to_another_step_counts_as_damaged(tmp_path: Pat
     ("change", "is_whole"),
     [
         (lambda checkpoint: (checkpoint / ".DS_Store").touch(), True),
-        (lambda checkpoint: (checkpoint.parent / "note.txt").touch(), True),
         (lambda checkpoint: (checkpoint / "model.safetensors").write_text("WEIGHTS"), False),
-        (lambda checkpoint: shutil.rmtree(checkpoint), False),
         (lambda checkpoint: shutil.rmtree(checkpoint.parent), False),
     ],
 )
@@ -380,10 +373,8 @@ def test_training_resumes_whatever_happens_to_an_earlier_checkpoint(
 @pytest.mark.parametrize(
     "error",
     [
-        torch.OutOfMemoryError("x"), MemoryError("x"), RunError("x"), UserError("x"),
-        RuntimeError("Connection reset by peer"), OSError(errno.ESTALE, "Stale file handle"),
-        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
-        RuntimeError("CUDA error: out of memory"),
+        torch.OutOfMemoryError("x"), RunError("x"), RuntimeError("Connection reset by peer"),
+        OSError(errno.ESTALE, "Stale file handle"),
     ],
 )  # fmt: skip
 def test_a_load_error_that_is_not_damage_keeps_the_restart_point(
@@ -401,7 +392,7 @@ def test_a_load_error_that_is_not_damage_keeps_the_restart_point(
     assert points.latest() == point
 
 
-@pytest.mark.parametrize("lost", ["", "step-16", "step-16/whole.json", "step-16/__0_0.distcp"])
+@pytest.mark.parametrize("lost", ["", "step-16/__0_0.distcp"])
 def test_a_restart_point_that_is_briefly_unreadable_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
@@ -483,18 +474,6 @@ def test_a_full_disk_is_reported_in_one_sentence(
     )
     with pytest.raises(RunError, match=message):
         points.check_shared_disk(1.0)
-
-
-def test_every_process_waits_until_a_restart_point_is_in_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise one would write the next point into a folder that the first is still moving."""
-    calls: list[str] = []
-    monkeypatch.setattr(storage, "rank", lambda: 1)
-    monkeypatch.setattr(storage, "hash_together", lambda *_: calls.append("hashed"))
-    monkeypatch.setattr(storage, "wait", lambda *_: calls.append("waited"))
-    restart_points(tmp_path, checkpoint_tokens=[]).publish(2, {})
-    assert calls == ["hashed", "waited"]
 
 
 def test_a_disk_that_nodes_do_not_share_is_named(
@@ -601,31 +580,6 @@ def test_liger_must_patch_every_norm_and_mlp(case: Path) -> None:
         check_liger_runs(model)
 
 
-def test_liger_need_not_patch_the_vision_tower(monkeypatch: pytest.MonkeyPatch) -> None:
-    def patched() -> None: ...
-
-    monkeypatch.setattr(patched, "__module__", "liger_kernel.transformers.swiglu")
-    model = small_model("gemma3")
-    with pytest.raises(RunError, match=r"layers\.0\..* still runs"):
-        check_liger_runs(model)
-    for module in model.get_decoder().modules():
-        module.forward = patched
-    check_liger_runs(model)
-
-
-def test_a_liger_that_does_not_support_this_transformers_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def patch(**_: Any) -> None:
-        raise ImportError("cannot import name 'LigerQwen3Output'")
-
-    module = ModuleType("liger_kernel.transformers.monkey_patch")
-    monkeypatch.setattr(module, "MODEL_TYPE_TO_APPLY_LIGER_FN", {"qwen3": patch}, raising=False)
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    with pytest.raises(UserError, match=r"train\.liger = true, .*LigerQwen3Output"):
-        apply_liger(small_model("qwen3"))
-
-
 @pytest.mark.parametrize(
     ("precision", "runtime", "name"),
     [
@@ -655,53 +609,6 @@ def test_training_takes_the_fastest_backend_that_supports_the_model(
     config = stage_config(train={"mixed_precision": precision}, runtime=runtime)
     folder = case / "materialize" / "model"
     assert attention_backend(folder, config.model, config.section, config.runtime) == name
-
-
-@pytest.mark.parametrize(
-    ("sharding", "device", "weights"),
-    [("none", "cpu", True), ("fsdp", None, False), ("deepspeed", None, True)],
-)
-def test_models_load_in_float32_on_their_device_or_without_weights_under_fsdp(
-    sharding: Any, device: str | None, weights: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[Any] = []
-
-    def load(folder: Path, **options: Any) -> Any:
-        asked.append((folder, options))
-        raise RunError("seen")
-
-    monkeypatch.setattr(model, "load_model", load)
-    with pytest.raises(RunError, match="seen"):
-        load_for_training(
-            Path("folder"), ModelConfig(path="x", trust_remote_code=True), TrainConfig(),
-            Runtime(sharding=sharding), backend="eager", device=torch.device("cpu"),
-        )  # fmt: skip
-    options = {"dtype": torch.float32, "backend": "eager", "trust_remote_code": True}
-    where = None if device is None else torch.device(device)
-    assert asked == [(Path("folder"), {**options, "device": where, "weights": weights})]
-
-
-@pytest.mark.parametrize("is_nested", [False, True])
-def test_a_backend_is_asked_for_every_ability_the_model_needs(
-    is_nested: bool, case: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: dict[str, Any] = {}
-    folder = case / "materialize" / "model"
-    config = load_config(str(folder))
-    config.attention_dropout = 0.1
-    config.hybrid_attention["sinks"] = 3
-    if is_nested:  # as in a model with images
-        text, table = config, config.hybrid_attention
-        config = SimpleNamespace(hybrid_attention=table, get_text_config=lambda decoder: text)
-    monkeypatch.setattr(model, "load_config", lambda *_, **options: config)
-    monkeypatch.setattr(model, "attention_needs", lambda config: {"softcap": "it"})
-    monkeypatch.setattr(model, "fastest_backend", lambda *_, **options: asked.update(options))
-    options = stage_config(runtime={"checkpointing": "attention"})
-    attention_backend(folder, options.model, options.section, options.runtime)
-    assert asked == {
-        "sinks": 3, "dropout": 0.1, "needs": {"softcap": "it"}, "chunks": False,
-        "saved_outputs": True,
-    }  # fmt: skip
 
 
 def test_saved_precision_is_read_from_the_directory(tmp_path: Path) -> None:
@@ -750,7 +657,7 @@ def test_sharding_loads_the_buffers_of_the_checkpoint() -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("family", ["dots1", "flint", "ernie4_5_moe"])
+@pytest.mark.parametrize("family", ["dots1", "flint"])
 def test_a_teacher_without_weights_has_the_dtypes_of_one_with_weights(
     tmp_path: Path, family: str
 ) -> None:
@@ -800,11 +707,8 @@ def test_every_adapter_gets_a_gradient() -> None:
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
-@pytest.mark.parametrize("family", ["dots1", "glm4_moe"])
-def test_a_checkpoint_in_bf16_keeps_float32_where_the_base_has_it(
-    tmp_path: Path, family: str
-) -> None:
-    base = small_model(family)
+def test_a_checkpoint_in_bf16_keeps_float32_where_the_base_has_it(tmp_path: Path) -> None:
+    base = small_model("glm4_moe")
     for name, bias in base.named_buffers():
         if name.endswith("e_score_correction_bias"):
             bias.copy_(7 + 0.01 * torch.randn_like(bias))
@@ -819,12 +723,9 @@ def test_a_checkpoint_in_bf16_keeps_float32_where_the_base_has_it(
         assert written[name].dtype == weight.dtype and torch.equal(written[name], weight), name
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_a_checkpoint_in_several_files_equals_what_transformers_saves(
-    tmp_path: Path, family: str
-) -> None:
+def test_a_checkpoint_in_several_files_equals_what_transformers_saves(tmp_path: Path) -> None:
     """Also experts (one weight in the model, many in the files) and integers."""
-    model = materialize(small_model(family), random_mask(), Window(8))
+    model = materialize(small_model("qwen3_moe"), random_mask(), Window(8))
     model.register_buffer("count", torch.tensor([3]))
     model.register_buffer("scratch", torch.ones(2))
     vars(model)["_keys_to_ignore_on_save"] = {"scratch"}
@@ -861,21 +762,6 @@ def test_writing_a_checkpoint_needs_the_memory_of_one_file(
         writer.write(1, model, lora=lora)
     written = sum(file.stat().st_size for file in tmp_path.glob("checkpoints/*/*.safetensors"))
     assert held.peak - held.before < 1.25 * most < written / 3
-
-
-def test_ddp_does_not_look_for_unused_weights_or_send_buffers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Both would cost time at every step: every weight has a gradient, and buffers are constant."""
-    made: dict[str, Any] = {}
-    monkeypatch.setattr(parallel, "Accelerator", lambda **options: made.update(options))
-    parallel.make_accelerator(TrainConfig(), Runtime(), schedule(), 32)
-    (handler,) = made["kwargs_handlers"]
-    assert (handler.find_unused_parameters, handler.broadcast_buffers) == (False, False)
-    plugin = made["gradient_accumulation_plugin"]
-    assert (plugin.sync_with_dataloader, plugin.sync_each_batch) == (False, False)
-    assert made["mixed_precision"] == "bf16"
-    assert made["fsdp_plugin"] is made["deepspeed_plugin"] is None
 
 
 def test_the_log_line_of_a_step_has_all_its_numbers(
@@ -922,38 +808,6 @@ def test_random_numbers_of_a_step_depend_on_seed_step_and_process() -> None:
     assert len(set(seeds)) == len(places) and seeds == [drawn(*place) for place in places]
 
 
-@pytest.mark.parametrize(
-    ("sharding", "is_first", "state"),
-    [("none", True, {"a": 1}), ("none", False, {}), ("fsdp", False, {"a": 1})],
-)
-def test_a_step_writes_its_checkpoints_before_its_restart_point(
-    sharding: Any, is_first: bool, state: dict[str, int]
-) -> None:
-    """The last step needs no point. Unsharded, only the first process writes weights."""
-    calls: list[Any] = []
-    loop: Any = SimpleNamespace(
-        runtime=Runtime(sharding=sharding, timeout_minutes=9), step=3,
-        schedule=SimpleNamespace(steps=4, checkpoint_steps={10: 2, 20: 3, 25: 3, 40: 4}),
-        step_timeout=1.0, stopwatch=Stopwatch(),
-        write_checkpoint=lambda tokens: calls.append(tokens),
-        state=lambda: {"a": 1},
-        restarts=SimpleNamespace(
-            check=lambda: calls.append("check"), save=lambda *given: calls.append(given)
-        ),
-        accelerator=SimpleNamespace(is_main_process=is_first),
-    )  # fmt: skip
-    point = (state, 3, parallel.sharding_layout(loop.runtime), 9)
-    Loop.save(loop, True)
-    assert calls == [20, 25, "check", point]
-    calls.clear()
-    Loop.save(loop, False)
-    assert calls == [20, 25, "check"]
-    calls.clear()
-    loop.step = 4
-    Loop.save(loop, True)
-    assert calls == [40, "check"]
-
-
 def test_speed_leaves_out_saving_and_scoring(tmp_path: Path) -> None:
     """Five of ten seconds."""
     written: dict[str, Any] = {}
@@ -972,14 +826,3 @@ def test_speed_leaves_out_saving_and_scoring(tmp_path: Path) -> None:
         "tokens_per_second": 20.0, "mfu": 0.5, "source_tokens": {"a": 12}, "data_seconds": 0.25,
         "checkpoint_seconds": 2.0,
     }  # fmt: skip
-
-
-def test_leaving_ends_the_process_group(tmp_path: Path) -> None:
-    """So that another stage or training can start in the same process."""
-    for _ in range(2):
-        file = (tmp_path / "store").as_uri()
-        parallel.dist.init_process_group("gloo", init_method=file, rank=0, world_size=1)
-        parallel.leave_process_group()
-        assert not parallel.dist.is_initialized()
-        (tmp_path / "store").unlink(missing_ok=True)
-    parallel.leave_process_group()
