@@ -8,6 +8,7 @@ import inspect
 import itertools
 import re
 import textwrap
+from collections.abc import Collection
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast
 
 from pydantic import (
@@ -157,6 +158,14 @@ class Section(BaseModel):
             if len(keys) > 1:
                 raise ValueError(f"names {' and '.join(keys)}, which exclude each other; keep one")
         return self
+
+    @classmethod
+    def drop_replaced(cls, values: dict[str, Any], overridden: Collection[str]) -> None:
+        """Remove from a section's values those that the overridden fields replace."""
+        for names in cls.ALTERNATIVES:
+            if not set(names).isdisjoint(overridden):
+                for name in set(names).difference(overridden):
+                    values.pop(name, None)
 
     @classmethod
     def descriptions(cls) -> dict[str, str]:

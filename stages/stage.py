@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
@@ -55,6 +55,11 @@ class Recipe(Section):
     )
     seed: int = Field(0, ge=0, lt=2**31, description="Seed of all random draws.")
     model: ModelConfig = Field(description="The pretrained model.")
+    compare: list[dict[str, Any]] = Field(
+        default=[],
+        description="Branches of the recipe, to compare with it: each entry overrides values by "
+        "their dotted paths, and may have a `name`.",
+    )
     runtime: Runtime = Field(
         default_factory=Runtime, description="What changes no result and is in no key."
     )
@@ -127,6 +132,8 @@ class Stage(Generic[OwnSection]):
     Its output's key is the hash of its name, its version, its section and those it reads, the seed,
     the keys of the stages it needs, its input files and the base model.
 
+    A branch of a recipe (`compare`) has the stages that are `compared`.
+
     `completed` fills in defaults of its section that depend on the rest of the recipe.
 
     If the recipe has the section, `checks` yields conflicts between fields of the recipe, and
@@ -147,6 +154,7 @@ class Stage(Generic[OwnSection]):
     reads: tuple[str, ...] = ()
     model: Literal["none", "tokenizer", "weights"] = "none"
     distributed: bool = False
+    compared: bool = True
     processes: Callable[[LoadedRecipe], int] = lambda loaded: loaded.world.processes_per_node
     completed: Callable[[OwnSection, Recipe], OwnSection] = lambda section, recipe: section
     checks: Callable[[LoadedRecipe], Iterator[Fault]] = lambda loaded: iter(())
@@ -181,6 +189,7 @@ class LoadedRecipe:
     """A recipe with its stages and the other files read with it.
 
     `info` is None only for a hub model that is not on this machine, if it must not be downloaded.
+    `branches` are the recipes of `compare` by name.
     """
 
     file: Path
@@ -188,6 +197,7 @@ class LoadedRecipe:
     info: ModelInfo | None
     world: World
     stages: tuple[Stage[Any], ...]
+    branches: Mapping[str, LoadedRecipe] = field(default_factory=dict, compare=False)
 
     @property
     def positions(self) -> int | None:

@@ -33,6 +33,7 @@ SECONDS = {
     "prepare": 21.4, "search": 187.0, "materialize": 1.9, "measure": 9.0, "train": 233.0,
     "original": 1234.0, "evaluate": 4321.0,
 }  # fmt: skip
+SHARED = ("prepare", "original")
 GPUS = {"prepare": 0, "materialize": 1, "measure": 1}
 TASKS = ["niah_single_1", "niah_single_2", "niah_multikey_1"]
 LENGTHS = [512, 1024, 2048]
@@ -44,13 +45,15 @@ AVERAGES = {
     "tokens-1000000": 78.5,
     "tokens-4000000": 96.0,
 }
+BRANCH = "intr"
+BRANCH_AVERAGES = {ORIGINAL: 97.5, HYBRID: 12.0, "tokens-1000000": 13.0, "tokens-4000000": 90.0}
 CORPUS = {"name": "pydoc topics of Python 3", "words": 70_000, "sha256": "c" * 64}
 
 
 def publish(
     root: Path, *, layers: int = 6, heads: int = 8, without: tuple[str, ...] = ()
 ) -> dict[str, Path]:
-    """Write one directory per stage below `root`, except for those in `without`."""
+    """Write one directory per stage and branch below `root`, except for those in `without`."""
     rng = random.Random(0)
     checkpoints = () if "train" in without else ("tokens-1000000", "tokens-4000000")
     evaluated = (ORIGINAL, HYBRID, *checkpoints)
@@ -63,11 +66,15 @@ def publish(
         "original": lambda folder: evaluate(folder, ORIGINAL),
         "evaluate": lambda folder: evaluate(folder, *evaluated),
     }
+    own = {name: writers[name] for name in ("search", "materialize", "train")}
+    own["evaluate"] = lambda folder: evaluate(folder, *evaluated, averages=BRANCH_AVERAGES)
+    writers |= {f"{name}@{BRANCH}": write for name, write in own.items()}
     inputs = {}
-    for stage, write in writers.items():
+    for name, write in writers.items():
+        stage = name.partition("@")[0]
         if stage in without:
             continue
-        folder = root / stage
+        folder = root / name
         folder.mkdir(parents=True)
         write(folder)
         manifest = {
@@ -83,8 +90,9 @@ def publish(
             "config": {},
         }
         write_json(folder / "manifest.json", manifest)
-        inputs[stage] = folder
-    return inputs
+        inputs[name] = folder
+    # The branch shares these stages.
+    return inputs | {f"{name}@{BRANCH}": inputs[name] for name in SHARED if name in inputs}
 
 
 def publish_front(root: Path) -> dict[str, Path]:
@@ -93,6 +101,7 @@ def publish_front(root: Path) -> dict[str, Path]:
     A search by swaps, two windows, a suite of prompts, and no checkpoints.
     """
     inputs = publish(root, without=("train",))
+    inputs = {name: folder for name, folder in inputs.items() if "@" not in name}
     evaluate(inputs["evaluate"], ORIGINAL, HYBRID)
     front = nested_front(6, 8, (Window(128), Window(32)), context=2048, chosen=2)
     points = [
@@ -167,7 +176,7 @@ def config(inputs: dict[str, Path], **section: Any) -> StageConfig:
         model=ModelConfig(path="recipes/tiny/base<model>"),
         seed=17,
         runtime=Runtime(),
-        upstream={stage: sections[stage] for stage in inputs},
+        upstream={stage: sections[stage] for stage in inputs if stage in sections},
         other_stages=tuple(sections),
     )
 
@@ -306,9 +315,9 @@ def _train(folder: Path, rng: random.Random) -> None:
     Journal(folder / METRICS).append(*lines)
 
 
-def evaluate(folder: Path, *models: str) -> None:
-    """Write scores.json and samples.jsonl of these models, with their `AVERAGES`."""
-    answers = {name: _answers(AVERAGES[name]) for name in models}
+def evaluate(folder: Path, *models: str, averages: Mapping[str, float] = AVERAGES) -> None:
+    """Write scores.json and samples.jsonl of these models, with their averages."""
+    answers = {name: _answers(averages[name]) for name in models}
     checkpoints = {
         name: {"needle": suite_table(subtasks, answers[ORIGINAL] if name != ORIGINAL else None)}
         for name, subtasks in answers.items()

@@ -19,7 +19,8 @@ from bosch.model.cache_size import CacheSize
 from bosch.vllm.plan import request_bytes, served_tokens
 from pipeline.commands import RecipeCommand
 from pipeline.recipe.faults import suggest
-from pipeline.recipe.load import missing_inputs
+from pipeline.recipe.load import all_faults, missing_inputs
+from pipeline.run.graph import resolve
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices
 from stages.formats import format_bytes, format_flops, format_hours, format_length
 from stages.materialize.stage import MaterializeConfig
@@ -79,7 +80,7 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
         print_json(plan_record(loaded, options.hardware, options.efficiency))
         return 0
     print("\n".join(plan_lines(loaded, options.hardware, options.efficiency)))
-    for fault in missing_inputs(loaded):
+    for fault in all_faults(loaded, missing_inputs):
         print(f"before it can run: {fault}")
     return 0
 
@@ -99,8 +100,10 @@ def plan_devices(
 
 
 def plan_costs(loaded: LoadedRecipe, devices: Devices) -> dict[str, Cost]:
-    """The cost of every stage of a recipe by name, as if nothing were cached."""
-    return {stage.name: call(stage.cost, loaded, devices) or Cost() for stage in loaded.present}
+    """The cost of every stage of a recipe and its branches, as if nothing were cached."""
+    return {
+        node.name: call(node.stage.cost, node.loaded, devices) or Cost() for node in resolve(loaded)
+    }
 
 
 def plan_record(
@@ -124,7 +127,7 @@ def plan_record(
             for name, cost in plan_costs(loaded, devices).items()
         ],
         "kv_cache": list(_caches(loaded)),
-        "missing": [str(fault) for fault in missing_inputs(loaded)],
+        "missing": [str(fault) for fault in all_faults(loaded, missing_inputs)],
     }
 
 
@@ -135,14 +138,15 @@ def plan_lines(
     shape, devices = shape_of(loaded), plan_devices(loaded, hardware, efficiency)
     name, count = devices.name, devices.count
     costs = plan_costs(loaded, devices)
+    width = max(12, *map(len, costs))
 
     def line(title: str, flops: float, hours: float, disk: float, note: str = "") -> str:
         work = (format_flops(flops), format_hours(hours)) if flops else ("", "")
-        row = f"  {title:<12} {work[0]:>10}  {work[1]:>9}  {format_bytes(disk):>8}  {note}"
+        row = f"  {title:<{width}} {work[0]:>10}  {work[1]:>9}  {format_bytes(disk):>8}  {note}"
         return row.rstrip()
 
     yield f"{loaded.recipe.name} on {count} x {name}, at {efficiency or EFFICIENCY:.2g} of its peak"
-    yield f"  {'':<12} {'FLOP':>10}  {'time':>9}  {'disk':>8}"
+    yield f"  {'':<{width}} {'FLOP':>10}  {'time':>9}  {'disk':>8}"
     hours = {stage: cost.hours(name, count) for stage, cost in costs.items()}
     for stage, cost in costs.items():
         yield line(stage, cost.flops, hours[stage], cost.disk, cost.note)
@@ -154,16 +158,17 @@ def plan_lines(
     excess = ""
     if weights > devices.memory:
         excess = f", more than the {format_bytes(devices.memory)} of a process"
-    yield f"  {'memory':<12} {format_bytes(weights)} of weights for search and evaluation{excess}"
+    size = f"{format_bytes(weights)} of weights for search and evaluation{excess}"
+    yield f"  {'memory':<{width}} {size}"
     for memory in dict.fromkeys(cost.memory for cost in all_costs if cost.memory):
-        yield f"  {'':<12} {memory}"
+        yield f"  {'':<{width}} {memory}"
     for cache in _caches(loaded):
         sizes = f"{format_bytes(cache['original'])} of the original"
         sizes += f", {format_bytes(cache['generate'])} of the hybrid"
         if cache["vllm"] is not None:
             sizes += f"; in vLLM {format_bytes(cache['vllm_original'])}"
             sizes += f" and {format_bytes(cache['vllm'])}"
-        yield f"  {'KV cache':<12} at {format_length(cache['tokens'])} tokens {sizes}"
+        yield f"  {'KV cache':<{width}} at {format_length(cache['tokens'])} tokens {sizes}"
 
 
 def _caches(loaded: LoadedRecipe) -> Iterator[dict[str, Any]]:

@@ -36,6 +36,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="delete this stage's result and make it again, and then what needs it, if it comes "
         "out different; may be repeated",
     )
+    parser.add_argument(
+        "--branch", metavar="NAME", help="only a branch of compare, and what it shares with others"
+    )
     parser.add_argument("--dry-run", action="store_true", help="only say what would run, and why")
     parser.add_argument(
         "--wait", action="store_true", help="wait for stages that another run is making"
@@ -45,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
     """Run the stages and print where the results are; returns 1 if a task has no score."""
     force = tuple(options.force)
-    choice = RunOptions(options.until, options.start, force, options.wait)
+    choice = RunOptions(options.until, options.start, force, options.branch, options.wait)
     runner = Runner(loaded, choice)
     if options.dry_run:
         states = [state for state in runner.states() if state.node.name in runner.chosen]
@@ -76,9 +79,10 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
         if loaded.world.node_rank == 0 and (ran or os.access(loaded.output_root, os.W_OK)):
             # Imported here, since it loads templates.
             importlib.import_module("stages.report.index").write_index(loaded.output_root)
-    if "evaluate" not in runner.chosen or loaded.world.node_rank > 0:
+    names = [name for name in runner.chosen if name.partition("@")[0] == "evaluate"]
+    if loaded.world.node_rank > 0:
         return 0
-    scores = Scores.read(results / "evaluate")
-    for sentence in scores.notes():
+    scores = [Scores.read(results / name) for name in names]
+    for sentence in dict.fromkeys(note for one in scores for note in one.notes()):
         print(sentence)
-    return 1 if scores.missing else 0
+    return 1 if any(one.missing for one in scores) else 0

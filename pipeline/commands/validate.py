@@ -9,8 +9,10 @@ from pathlib import Path
 from bosch.commands import print_json
 from bosch.errors import UserError
 from pipeline.commands import RecipeCommand
-from pipeline.recipe.load import listing
+from pipeline.recipe.load import all_faults, listing
 from pipeline.recipe.model_shape import cached_snapshot, file_faults, has_tokenizer
+from pipeline.run.graph import resolve
+from stages.faults import Fault
 from stages.prepare.stage import PrepareConfig
 from stages.stage import LoadedRecipe, call
 
@@ -19,18 +21,26 @@ COMMAND = RecipeCommand("check a recipe, its model and its input files", json=Tr
 
 def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
     """Print that the recipe is valid, and a run's downloads."""
-    faults = [fault for stage in loaded.present for fault in call(stage.slow_checks, loaded)]
-    if faults:
+    if faults := all_faults(loaded, _slow_faults):
         raise UserError(listing(str(loaded.file), faults))
-    names = [stage.name for stage in loaded.present]
+    nodes = resolve(loaded)
+    names = [node.name for node in nodes]
     if options.json:
         facts = {"recipe": loaded.recipe.name, "file": str(loaded.file), "stages": names}
         print_json(facts | {"fetches": list(downloads(loaded))})
         return 0
     print(f"{loaded.file}: valid; its stages are {', '.join(names)}")
+    for branch in loaded.branches:
+        if not any(node.branches[0] == branch for node in nodes):
+            print(f"compare: {branch} is the same as the recipe or as another branch")
     for download in downloads(loaded):
         print(f"a run fetches {download}")
     return 0
+
+
+def _slow_faults(loaded: LoadedRecipe) -> Iterator[Fault]:
+    for stage in loaded.present:
+        yield from call(stage.slow_checks, loaded)
 
 
 def downloads(loaded: LoadedRecipe) -> Iterator[str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +22,28 @@ from stages.stage import LoadedRecipe, Stage
 
 @dataclass(frozen=True)
 class Node:
-    """A stage of one recipe. `key` is the hash of `document`.
+    """A stage of a recipe, or of one of its branches: `train`, `train@intr`.
 
-    Both are None if an input file of the stage or of one it needs would take long to hash.
+    `loaded` is the recipe of its branch. `inputs` are the names of the nodes whose outputs it
+    reads, by the names under which it reads them. `branches` are all branches that share it.
+    `key` is the hash of `document`; both are None without hashes of files.
     """
 
+    name: str
     stage: Stage[Any]
-    needs: tuple[str, ...]
-    section: Section
-    document: Mapping[str, Any] | None
+    loaded: LoadedRecipe
+    inputs: Mapping[str, str]
+    branches: tuple[str, ...]
+    document: Mapping[str, Any] | None = None
 
     @property
-    def name(self) -> str:
-        return self.stage.name
+    def section(self) -> Section:
+        section: Section = getattr(self.loaded.recipe, self.stage.key)
+        return section
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(self.inputs.values()))
 
     @property
     def key(self) -> str | None:
@@ -46,26 +55,62 @@ def document_key(document: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical_json(document).encode()).hexdigest()
 
 
-def resolve(loaded: LoadedRecipe, hasher: FileHasher) -> list[Node]:
-    """A recipe's stages, in order, with keys; raises UserError for an unreadable input file."""
+def resolve(loaded: LoadedRecipe, hasher: FileHasher | None = None) -> list[Node]:
+    """The stages of a recipe, then those of its branches, then those that need all; each once.
+
+    A stage of a branch with the key, or all the values, of another node is that node. Without
+    `hasher` no node has a key. Raises UserError for an unreadable input file.
+    """
     nodes: dict[str, Node] = {}
-    for stage in loaded.present:
-        # `needs` is None for a stage that needs all before it.
-        needs = tuple(name for name in nodes if stage.needs is None or name in stage.needs)
-        keys = {name: nodes[name].key for name in needs}
-        section = getattr(loaded.recipe, stage.key)
-        document: dict[str, Any] | None = None
-        if None not in keys.values():
+    places: dict[str, str] = {}  # the node of each stage of each branch
+    known: dict[str, str] = {}  # the node with a key, or with values
+    for branch, recipe, stage in _stages(loaded):
+        suffix = f"@{branch}" if branch else ""
+        inputs = dict(places)
+        if stage.needs is not None:
+            wanted = ((need, need + suffix) for need in stage.needs)
+            inputs = {need: places[place] for need, place in wanted if place in places}
+        keys = {need: nodes[name].key for need, name in inputs.items()}
+        node = Node(stage.name + suffix, stage, recipe, inputs, (branch,))
+        identities = [canonical_json(_values(node))]
+        if hasher is not None and None not in keys.values():
             with contextlib.suppress(NotHashed):
-                document = _document(loaded, stage, keys, hasher)
-        nodes[stage.name] = Node(stage, needs, section, document)
+                node = replace(node, document=_document(node, keys, hasher))
+                identities.append(str(node.key))
+        shared = next((known[identity] for identity in identities if identity in known), None)
+        places[node.name] = shared or node.name
+        known |= dict.fromkeys(identities, places[node.name])
+        if shared is not None:
+            node = replace(nodes[shared], branches=(*nodes[shared].branches, branch))
+        nodes[node.name] = node
     return list(nodes.values())
 
 
-def current_document(loaded: LoadedRecipe, node: Node, hasher: FileHasher) -> Mapping[str, Any]:
+def _stages(loaded: LoadedRecipe) -> Iterator[tuple[str, LoadedRecipe, Stage[Any]]]:
+    """Branch ("" for the recipe itself), recipe and stage of every node, in order."""
+    last = set[str]()  # stages that need all others, and those that need these
+    for stage in loaded.stages:
+        if stage.needs is None or last.intersection(stage.needs):
+            last.add(stage.name)
+    for branch, recipe in {"": loaded, **loaded.branches}.items():
+        for stage in recipe.present:
+            if stage.name not in last and (stage.compared or not branch):
+                yield branch, recipe, stage
+    yield from (("", loaded, stage) for stage in loaded.present if stage.name in last)
+
+
+def _values(node: Node) -> dict[str, Any]:
+    """What a node is made of: the recipe's values, and other nodes."""
+    stage, unread = node.stage, {"model": {"dtype"}} if node.stage.model == "tokenizer" else {}
+    names = {"seed", stage.key, *stage.reads, *(["model"] if stage.model != "none" else [])}
+    values = node.loaded.recipe.model_dump(mode="json", include=names, exclude=unread)
+    return {"stage": stage.name, "values": values, "inputs": dict(node.inputs)}
+
+
+def current_document(node: Node, hasher: FileHasher) -> Mapping[str, Any]:
     """The node's document for the current files, with unchanged upstream outputs."""
     assert node.document is not None
-    return _document(loaded, node.stage, node.document["upstream"], hasher)
+    return _document(node, node.document["upstream"], hasher)
 
 
 def upstream_of(name: str, nodes: Sequence[Node]) -> list[str]:
@@ -91,12 +136,8 @@ def find_stage(option: str, name: str, nodes: Sequence[Node]) -> str:
     raise UserError(f"{option} {name}: the recipe has the stages {', '.join(names)}{hint}")
 
 
-def _document(
-    loaded: LoadedRecipe,
-    stage: Stage[Any],
-    upstream: Mapping[str, str | None],
-    hasher: FileHasher,
-) -> dict[str, Any]:
+def _document(node: Node, upstream: Mapping[str, str | None], hasher: FileHasher) -> dict[str, Any]:
+    loaded, stage = node.loaded, node.stage
     try:
         config, inputs = dict[str, Any](), dict[str, Any]()
         for key in (stage.key, *stage.reads):

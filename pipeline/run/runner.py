@@ -50,11 +50,12 @@ POLL_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Options of `bosch run`: the first and last stage, forced stages, `--wait`."""
+    """Options of `bosch run`: first and last stage, forced stages, a branch, `--wait`."""
 
     until: str | None = None
     start: str | None = None
     force: tuple[str, ...] = ()
+    branch: str | None = None
     wait: bool = False
 
 
@@ -84,9 +85,16 @@ class Runner:
         if self.options.force:
             require_one_node("--force", self.loaded.world)
         chosen = self.all_names[first : last + 1]
+        if (branch := self.options.branch) is not None:
+            if branch not in self.loaded.branches:
+                names = ", ".join(self.loaded.branches) or "no branches (compare)"
+                raise UserError(f"--branch {branch}: the recipe has {names}")
+            chosen = [name for name in chosen if branch in self._node(name).branches]
+            if not chosen:
+                raise UserError(f"--branch {branch}: --from and --until leave no stage of it")
         for name in self.options.force:
             if graph.find_stage("--force", name, self.nodes) not in chosen:
-                raise UserError(f"--force {name}: --from and --until leave this stage out")
+                raise UserError(f"--force {name}: other options leave this stage out")
         return chosen
 
     def states(self) -> list[status.StageState]:
@@ -160,10 +168,10 @@ class Runner:
     def _make_or_reuse(self, node: Node, label: str) -> None:
         key = str(node.key)
         output = f"{self.name}: stage {node.name}"
-        with hold(self.store.lock(node.name, key), output, self.name, wait=self.options.wait):
+        with hold(self.store.lock(node.stage.name, key), output, self.name, wait=self.options.wait):
             if node.name in self.options.force:
-                self.store.discard(node.name, key)
-                remove(self.store.published(node.name, key))
+                self.store.discard(node.stage.name, key)
+                remove(self.store.published(node.stage.name, key))
             state = self._inspect(node)  # another run may have made it since
             if state.state != "cached":
                 print(f"{label}: {state}", flush=True)
@@ -171,35 +179,35 @@ class Runner:
             self._link(node)
 
     def _make(self, node: Node) -> None:
-        key = str(node.key)
+        key, stage = str(node.key), node.stage.name
         self.require_inputs(node)
         inputs, world = self._contents(node), self._world(node)
         self._unlink_from(node)
-        end_leftovers(str(self.store.work(node.name, key)))
+        end_leftovers(str(self.store.work(stage, key)))
         gpus = world.used_gpus if node.stage.computes else 0
         if node.stage.distributed and world != self.loaded.world:
             all_processes = counted(self.loaded.world.size, "process", "processes")
             print(f"{node.name}: runs on {world.size} of {all_processes}", flush=True)
-        work = self.store.begin(node.name, key, inputs=inputs, gpus=gpus)
+        work = self.store.begin(stage, key, inputs=inputs, gpus=gpus)
         try:
             summary = self.launcher(self.order(node, work), world)
         except (UserError, RunError) as error:
             reason = str(error).removeprefix(f"{node.name}: ")
             with contextlib.suppress(OSError):  # report the reason also on a full disk
-                self.store.fail(node.name, key, reason)
+                self.store.fail(stage, key, reason)
             raise
         facts = {
             "version": node.stage.version,
             "recipe": self.name,
             "config": node.section.model_dump(mode="json"),
-            "runtime": self.loaded.recipe.runtime.model_dump(mode="json"),
+            "runtime": node.loaded.recipe.runtime.model_dump(mode="json"),
             "processes": world.size,
             "gpus": gpus,
             "host": socket.gethostname(),
             "python": platform.python_version(),
             "packages": installed_versions(_PACKAGES),
             "git_commit": checkout_commit(),
-            "upstream": {name: self._node(name).key for name in node.needs},
+            "upstream": {name: self._node(found).key for name, found in node.inputs.items()},
             "inputs": inputs,
             "summary": summary,
         }
@@ -208,16 +216,17 @@ class Runner:
                 node, "while it ran, so its output is thrown away; run the same command again"
             )
         except RunError:
-            self.store.discard(node.name, key)
+            self.store.discard(stage, key)
             raise
         assert node.document is not None
-        self.store.publish(node.name, node.document, facts, self.hasher)
+        self.store.publish(stage, node.document, facts, self.hasher)
 
     def require_inputs(self, node: Node) -> None:
         """Raise RunError if a file that a stage reads has changed, or an output is damaged."""
         self._require_unchanged(node, "since this run began; run the same command again")
         for name in node.needs:
-            damage = self.store.damage(name, str(self._node(name).key), self.hasher)
+            stage, key = self._node(name).stage.name, str(self._node(name).key)
+            damage = self.store.damage(stage, key, self.hasher)
             if damage is not None:
                 raise RunError(
                     f"{node.name}: its input {name} is damaged ({damage}); run the same command "
@@ -228,7 +237,7 @@ class Runner:
         """Raise RunError if the files that a stage reads no longer have the content in its key."""
         assert node.document is not None
         try:
-            current = graph.current_document(self.loaded, node, self.hasher)
+            current = graph.current_document(node, self.hasher)
         except UserError as fault:
             raise RunError(f"{node.name}: its inputs changed {when}: {fault}") from None
         if graph.document_key(current) != node.key:
@@ -242,17 +251,20 @@ class Runner:
                 self.store.unlink(self.name, name)
 
     def _world(self, node: Node) -> World:
-        world = self.loaded.world
+        world = node.loaded.world
         if not node.stage.distributed:
             return World(gpus=world.gpus)
-        return replace(world, processes_per_node=node.stage.processes(self.loaded))
+        return replace(world, processes_per_node=node.stage.processes(node.loaded))
 
     def _node(self, name: str) -> Node:
         return next(node for node in self.nodes if node.name == name)
 
+    def _output(self, node: Node) -> Path:
+        return self.store.published(node.stage.name, str(node.key))
+
     def order(self, node: Node, work: Path) -> dict[str, Any]:
         """The order for `pipeline.run.worker`, as JSON."""
-        recipe, info = self.loaded.recipe, self.loaded.info
+        recipe, info = node.loaded.recipe, node.loaded.info
         model = recipe.model
         if info is not None and info.commit is not None:
             model = model.model_copy(update={"revision": info.commit})
@@ -270,11 +282,10 @@ class Runner:
                 if (section := getattr(recipe, key)) is not None
             },
             "inputs": {
-                name: str(self.store.published(name, str(self._node(name).key)))
-                for name in node.needs
+                name: str(self._output(self._node(found))) for name, found in node.inputs.items()
             },
             "work_dir": str(work),
-            "other_stages": [s.name for s in self.loaded.stages if s.name != node.name],
+            "other_stages": [s.name for s in self.loaded.stages if s is not node.stage],
             "log_level": recipe.runtime.log_level,
         }
 
@@ -291,7 +302,7 @@ class Runner:
         if node.stage.distributed:
             self.require_inputs(node)
             self.launcher(
-                self.order(node, self.store.work(node.name, str(node.key))), self._world(node)
+                self.order(node, self.store.work(node.stage.name, str(node.key))), self._world(node)
             )
         self._await(node)
 
@@ -299,9 +310,9 @@ class Runner:
         """Wait until the first node has published an output."""
         minutes = self.loaded.recipe.runtime.timeout_minutes
         deadline = time.monotonic() + 60 * minutes
-        earlier = self.store.state(node.name, str(node.key))
+        earlier = self.store.state(node.stage.name, str(node.key))
         while self._inspect(node).state != "cached":
-            current = self.store.state(node.name, str(node.key))
+            current = self.store.state(node.stage.name, str(node.key))
             if "failure" in current and current != earlier:
                 raise RunError(f"{node.name}: failed on the first node: {current['failure']}")
             if time.monotonic() > deadline:

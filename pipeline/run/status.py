@@ -43,7 +43,7 @@ def inspect(
     for node in nodes:
         if node.name in forced:
             state = StageState(node, "to run", "--force")
-        elif node.key is not None and (who := holder(store.lock(node.name, node.key))):
+        elif node.key is not None and (who := holder(store.lock(node.stage.name, node.key))):
             state = StageState(node, "running", who)
         else:
             inputs = contents(node, nodes, store)
@@ -53,22 +53,21 @@ def inspect(
 
 
 def contents(node: Node, nodes: Sequence[Node], store: Store) -> dict[str, str]:
-    """Content hashes of the existing outputs that a stage needs, by name.
+    """Content hashes of the existing outputs that a node reads, by the names under which it does.
 
     If results differ between runs, as on a GPU, a new output under the same key has other content.
     """
     hashes = {}
-    for upstream in nodes:
-        if upstream.name not in node.needs:
-            continue
-        manifest = store.manifest(upstream.name, str(upstream.key))
+    by_name = {upstream.name: upstream for upstream in nodes}
+    for name, upstream in ((name, by_name[found]) for name, found in node.inputs.items()):
+        manifest = store.manifest(upstream.stage.name, str(upstream.key))
         if manifest is not None:
             files = {
                 file["path"]: file["sha256"]
                 for file in manifest["files"]
                 if not any(fnmatchcase(file["path"], pattern) for pattern in TIMED)
             }
-            hashes[upstream.name] = document_key(files)
+            hashes[name] = document_key(files)
     return hashes
 
 
@@ -88,20 +87,20 @@ def inspect_output(
     """
     if node.key is None or node.document is None:
         return StageState(node, "to run", "input files are new or changed, and not yet hashed")
-    reason = ""
-    if exists(store.published(node.name, node.key)):
+    reason, stage = "", node.stage.name
+    if exists(store.published(stage, node.key)):
         try:
-            damage = store.damage(node.name, node.key, hasher)
+            damage = store.damage(stage, node.key, hasher)
         except NotHashed as file:
             damage, reason = None, f"not yet checked: {file}"
-        manifest = store.manifest(node.name, node.key)
+        manifest = store.manifest(stage, node.key)
         if manifest is not None and (name := replaced_input(manifest, inputs)) is not None:
             reason = f"input {name} was made again, and is not as it was"
             return StageState(node, "to run", reason)
         if damage is None:
             return StageState(node, "cached", reason)
         reason = f"its output is damaged: {damage}"
-    state = store.state(node.name, node.key)
+    state = store.state(stage, node.key)
     if state.get("failure"):
         return StageState(node, "failed", str(state["failure"]))
     reason = reason or _reason(node, store, last_key)
@@ -115,7 +114,7 @@ def _reason(node: Node, store: Store, last_key: str | None) -> str:
         return "never made"
     if last_key == node.key:
         return "its output is gone"
-    manifest = store.manifest(node.name, last_key)
+    manifest = store.manifest(node.stage.name, last_key)
     if manifest is None or node.document is None:
         return "recipe or inputs changed"
     changes = list(differences(manifest["identity"], node.document))

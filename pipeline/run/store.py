@@ -3,7 +3,7 @@
 <root>/store/<stage>/<key>/    published output; exists only with its manifest.json
 <root>/work/<stage>/<key>/     unfinished work, kept over crashes; <key>.state.json beside it
 <root>/locks/                  one lock for each output that is being made
-<root>/<recipe>/<stage>        link to the output of the recipe's last run
+<root>/<recipe>/<node>         link to the output of the recipe's last run
 """
 
 from __future__ import annotations
@@ -187,26 +187,31 @@ class Store:
         return target
 
     def last_run(self, recipe: str) -> dict[str, str]:
-        """Stage names and keys of a recipe's last run."""
+        """Names and keys of the nodes of a recipe's last run."""
         content = files.read_json(self.root / recipe / "last_run.json")
         stages = content.get("stages") if isinstance(content, dict) else None
         return stages if isinstance(stages, dict) else {}
 
-    def link(self, recipe: str, stage: str, key: str, stages: Iterable[str]) -> None:
-        """Link <root>/<recipe>/<stage> to an output; removes links of stages outside `stages`."""
-        link, target = self.root / recipe / stage, self.published(stage, key)
+    def link(self, recipe: str, name: str, key: str, names: Iterable[str]) -> None:
+        """Link <root>/<recipe>/<node> to its output; removes links of nodes outside `names`.
+
+        A node is called as its stage, or <stage>@<branch>.
+        """
+        link = self.root / recipe / name
+        target = self.published(name.partition("@")[0], key)
         if not link.is_symlink() or os.path.realpath(link) != os.path.realpath(target):
             files.make_symlink(link, target)
         last = self.last_run(recipe)
-        keys = {name: old_key for name, old_key in last.items() if name in stages} | {stage: key}
-        for name in last.keys() - keys.keys():
-            self.unlink(recipe, name)
+        keys = {name: old_key for name, old_key in last.items() if name in names}
+        keys[name] = key
+        for other in last.keys() - keys.keys():
+            self.unlink(recipe, other)
         if keys != last:
             files.write_json(link.with_name("last_run.json"), {"stages": keys})
 
-    def unlink(self, recipe: str, stage: str) -> None:
-        """Remove the link of a stage, whose output no longer belongs to the recipe."""
-        link = self.root / recipe / stage
+    def unlink(self, recipe: str, name: str) -> None:
+        """Remove the link of a node, whose output no longer belongs to the recipe."""
+        link = self.root / recipe / name
         if link.is_symlink():
             link.unlink()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import yaml
 from pydantic import Field
@@ -18,7 +18,7 @@ from stages.faults import Fault
 from stages.fields import Count, Section
 from stages.published import RUN_AGAIN, Record, Summary
 from stages.search.stage import SearchConfig
-from stages.stage import LoadedRecipe, Stage
+from stages.stage import LoadedRecipe, Recipe, Stage
 
 
 class MaterializeConfig(Section):
@@ -30,7 +30,12 @@ class MaterializeConfig(Section):
     """Largest safetensors file."""
     point: Count | None = None
     """Number of a front's point, from 1 for the smallest; default: the best within the search's
-    budget."""
+    budget. Other methods ignore it."""
+
+    def completed(self, recipe: Recipe) -> Self:
+        """The section without a point where there is no front."""
+        finds_front = METHODS[recipe[SearchConfig].method].finds_front
+        return self if finds_front else self.model_copy(update={"point": None})
 
 
 MODEL = "model"
@@ -102,9 +107,6 @@ def licence_of(card: Path) -> dict[str, str]:
 
 
 def _faults(loaded: LoadedRecipe) -> Iterator[Fault]:
-    method = loaded.recipe[SearchConfig].method
-    if loaded.recipe[MaterializeConfig].point is not None and not METHODS[method].finds_front:
-        yield Fault("materialize.point", f"method {method} finds one mask; leave it out")
     quantiser = lasting_quantiser(loaded.info.config) if loaded.info is not None else None
     if quantiser is not None:
         yield Fault(
@@ -119,6 +121,7 @@ STAGE = Stage(
     "stages.materialize.run:run",
     MaterializeConfig,
     field=Field(default_factory=MaterializeConfig, description="The hybrid model's directory."),
+    completed=MaterializeConfig.completed,
     needs=("search",),
     checks=_faults,
     slow_checks="stages.materialize.weights:weight_faults",

@@ -136,6 +136,7 @@ STAGE = Stage(
     field=Field(None, description="Measured speed and memory; left out, nothing is measured."),
     needs=("materialize",),
     model="weights",
+    compared=False,
     checks=_faults,
     cost="stages.measure.cost:cost",
 )

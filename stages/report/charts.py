@@ -13,7 +13,7 @@ from bosch.window import Window
 from stages.evaluate.scores import HYBRID, ORIGINAL
 from stages.formats import format_bytes, format_count, format_length, format_score
 from stages.pages.charts import Axis, Picture, Style, colour, curves, layers, styles, values
-from stages.report.results import Results, Search, label_of, trained_tokens
+from stages.report.results import Model, Results, Search
 from stages.train.stage import TrainingStep
 
 Row = dict[str, Any]
@@ -21,26 +21,25 @@ Row = dict[str, Any]
 
 def _look(results: Results) -> dict[str, Style]:
     """The style of each model by its label."""
-    fixed = {label_of(ORIGINAL): Style("original", dashed=True)}
-    fixed[label_of(HYBRID)] = Style("untrained", "diamond")
-    names = [name for name in results.models if trained_tokens(name) > 0]
-    if names:
-        fixed[label_of(names[-1])] = Style("hybrid")
-    return styles(map(label_of, results.models), fixed)
+    fixed = {Model(ORIGINAL).label: Style("original", dashed=True)}
+    fixed[Model(HYBRID).label] = Style("untrained", "diamond")
+    if trained := [model for model in results.models if model.tokens and not model.branch]:
+        fixed[trained[-1].label] = Style("hybrid")
+    return styles((model.label for model in results.models), fixed)
 
 
 def scores_by_tokens(results: Results) -> Picture | None:
-    """Scores over training tokens at each length, of the hybrid; None if not trained.
+    """Scores over training tokens at each length, of every branch; None if not trained.
 
     At a length the mean is over all suites' tasks of this length; `all` if there are no lengths.
     """
-    names = [name for name in results.models if name != ORIGINAL]
     rows: list[Row] = []
-    for name in [name for name in names if results.scores.checkpoints.get(name)]:
-        tokens = trained_tokens(name)
-        for suite, table in results.scores.checkpoints[name].items():
+    for model in [model for model in results.models if not model.is_original]:
+        tokens = model.tokens
+        for suite, table in results.tables(model).items():
             for length, score in table.by_length.items():
                 series = f"{suite} at {format_length(length)}" if length else suite
+                series = f"{model.branch}, {series}" if model.branch else series
                 row = {"series": series, "x": tokens, "y": score.score}
                 tip = f"{series}, {format_count(tokens)} tokens: {format_score(score.score)}"
                 rows.append({**row, "low": score.low, "high": score.high, "tip": tip})
@@ -56,11 +55,11 @@ def scores_by_tokens(results: Results) -> Picture | None:
 def loss_by_position(results: Results) -> Picture | None:
     """Each model's loss less the original's over the position; None if it was not measured."""
     rows, last = [], []
-    for name in results.models:
-        table = results.scores.positions.get(name)
+    for model in results.models:
+        table = results.positions(model)
         if table is None or table.difference is None:
             continue
-        label = label_of(name)
+        label = model.label
         last.append(f"{label} {table.difference[-1].mean:.3f}")
         ranges = itertools.pairwise(table.edges)
         for (first, end), loss in zip(ranges, table.difference, strict=True):
@@ -105,14 +104,14 @@ def training_loss(steps: Sequence[TrainingStep], loss_in_words: str = "") -> Pic
 
 def memory_by_length(results: Results) -> Picture:
     """Bytes of one request's KV cache over its length, in `generate` and in vLLM."""
-    widest = max(window.size for window in results.search.windows)
-    longest = results.config.max_positions or 128 * 1024
+    widest = max(window.size for window in results.main.search.windows)
+    longest = results.main.config.max_positions or 128 * 1024
     first = min(widest, longest // 2).bit_length() - 2
     lengths = [2**power for power in range(max(first, 0), longest.bit_length())]
     series = ("original", "hybrid in generate", "original in vLLM", "hybrid in vLLM")
     rows: list[Row] = []
     for length in lengths:
-        caches = results.caches(length)
+        caches = results.main.caches(length)
         for name, size in zip(series, caches, strict=True):
             if size is not None:
                 tip = f"{name}, {format_length(length)}: {format_bytes(size)}"

@@ -18,7 +18,7 @@ from stages.formats import (
     signed,
 )
 from stages.materialize.stage import MODEL
-from stages.report.results import Results, SampleScores, label_of, trained_tokens
+from stages.report.results import Model, Results, SampleScores
 from stages.report.stage import ReportConfig
 from stages.train.stage import CHECKPOINTS
 
@@ -34,7 +34,7 @@ class Decision(NamedTuple):
     """
 
     verdict: Verdict
-    model: str
+    model: Model
     tasks: int
     against: PairedComparison
     needed: int | None
@@ -42,19 +42,27 @@ class Decision(NamedTuple):
     @property
     def folder(self) -> str:
         return (
-            f"materialize/{MODEL}" if self.model == HYBRID else f"train/{CHECKPOINTS}/{self.model}"
+            f"materialize/{MODEL}"
+            if self.model.name == HYBRID
+            else f"train/{CHECKPOINTS}/{self.model.name}"
         )
 
 
 def overall(
-    results: Results, model: str, baseline: str = ORIGINAL
+    results: Results, model: Model, baseline: Model | None = None
 ) -> tuple[int, PairedComparison] | None:
     """Number of tasks and lengths of all suites, and the model compared with another model.
 
-    Every task at every length weighs the same. None if they have no samples in common.
+    The other is by default its original. Every task at every length weighs the same. None if they
+    have no samples in common.
     """
-    scores, base = results.samples.get(model, {}), results.samples.get(baseline, {})
-    common = [key for key in scores if len(scores[key]) == len(base.get(key, ()))]
+    other = baseline or Model(ORIGINAL, model.branch)
+    scores, base = results.samples(model), results.samples(other)
+    common = [
+        key for key in scores
+        if len(scores[key]) == len(base.get(key, ()))
+        and results.digest(model, *key) == results.digest(other, *key)
+    ]  # fmt: skip
     if not common:
         return None
     table = against([(scores[key], base[key]) for key in common])
@@ -62,7 +70,7 @@ def overall(
 
 
 def decide(results: Results, margin: float) -> Decision | None:
-    """The verdict on the best of the untrained hybrid and its checkpoints; None without scores.
+    """The verdict on the best of the recipe's hybrid and its checkpoints; None without scores.
 
     A model may ship if the whole 95 % interval of its loss of points against the original lies
     within `margin`, and may not if the whole interval lies beyond; else it is not decided. Among
@@ -70,9 +78,13 @@ def decide(results: Results, margin: float) -> Decision | None:
     the last positions, and then the least training. Models that lack tasks or samples of others
     are left out.
     """
-    original = results.samples.get(ORIGINAL, {})
-    samples = {n: results.samples[n] for n in results.models if n in results.samples}
-    names = [name for name in samples if name != ORIGINAL]
+    original = results.samples(Model(ORIGINAL))
+    samples = {
+        model: results.samples(model)
+        for model in results.models
+        if not model.branch and not model.is_original and results.samples(model)
+    }
+    names = list(samples)
     if not names or not any(any(scores) for scores in original.values()):
         return None
     most = max(sum(map(len, samples[name].values())) for name in names)
@@ -86,9 +98,8 @@ def decide(results: Results, margin: float) -> Decision | None:
 
     def quality(decision: Decision) -> tuple[int, float, float, int]:
         last = last_loss(results, decision.model)
-        tokens = trained_tokens(decision.model)
         points = round(decision.against.difference, 9)
-        return _RANKS[decision.verdict], points, -last.mean if last else 0.0, -tokens
+        return _RANKS[decision.verdict], points, -last.mean if last else 0.0, -decision.model.tokens
 
     return max(decisions, key=quality, default=None)
 
@@ -105,9 +116,9 @@ def _needed(scores: SampleScores, original: SampleScores, margin: float) -> int 
     return deciding_samples(*parts, margin / 100)
 
 
-def last_loss(results: Results, model: str) -> BinLoss | None:
+def last_loss(results: Results, model: Model) -> BinLoss | None:
     """A model's loss less the original's at the last positions, in nats."""
-    table = results.scores.positions.get(model)
+    table = results.positions(model)
     return table.difference[-1] if table is not None and table.difference else None
 
 
@@ -118,12 +129,15 @@ def points(compared: PairedComparison) -> str:
 
 
 def sentences(results: Results, section: ReportConfig) -> list[str]:
-    """The verdict with its reason, cache, speed and cost."""
+    """The verdict with its reason, the gain over branches, cache, speed and cost."""
     decision = decide(results, section.margin)
-    missing = results.scores.failed_models.items()
-    failed = [f"{label_of(name)} could not be evaluated: {why}." for name, why in missing]
+    failed = [
+        f"{Model(name, branch).label} could not be evaluated: {why}."
+        for branch, own in results.branches.items()
+        for name, why in own.scores.failed_models.items()
+    ]
     return [
-        _verdict(decision, section.margin), *failed, _cache(results),
+        _verdict(decision, section.margin), *failed, *_over_branches(results), _cache(results),
         *_speed(results), _cost(results, section),
     ]  # fmt: skip
 
@@ -134,7 +148,7 @@ def _verdict(decision: Decision | None, margin: float) -> str:
     compared = decision.against
     tasks = "1 task" if decision.tasks == 1 else f"{decision.tasks} tasks and lengths"
     found = (
-        f"the {label_of(decision.model).lower()}: {points(compared)} points against the original "
+        f"the {decision.model.label.lower()}: {points(compared)} points against the original "
         f"over {tasks} ({compared.samples:,} samples)"
     )
     if decision.verdict == "ship":
@@ -153,9 +167,34 @@ def _rounded_up(number: int) -> int:
     return -(-number // unit) * unit
 
 
+def gain(results: Results, model: Model) -> tuple[int, PairedComparison] | None:
+    """The recipe's hybrid compared with a branch's after the same training; None if it has none."""
+    if not model.branch or model.is_original:
+        return None
+    own = (other for other in results.models if not (other.branch or other.is_original))
+    ours = next((other for other in own if other.tokens == model.tokens), None)
+    return None if ours is None else overall(results, ours, model)
+
+
+def _over_branches(results: Results) -> Iterator[str]:
+    """The recipe's hybrid against the best branch, before training and after all of it."""
+    amounts = {model.tokens for model in results.models}
+    for tokens in sorted({0, max(amounts, default=0)}):
+        found = {m: gain(results, m) for m in results.models if m.tokens == tokens}
+        compared = {model: outcome[1] for model, outcome in found.items() if outcome is not None}
+        if compared:
+            best = min(compared, key=lambda model: compared[model].difference)
+            when = f"after {tokens:,} tokens of both" if tokens else "before training"
+            others = f", the best of {len(compared)} branches," if len(compared) > 1 else ""
+            yield (
+                f"The recipe's hybrid scores {points(compared[best])} points against that of "
+                f"{best.branch}{others} {when}."
+            )
+
+
 def _cache(results: Results) -> str:
-    tokens = max(results.lengths, default=results.config.max_positions or 32 * 1024)
-    caches = results.caches(tokens)
+    tokens = max(results.lengths, default=results.main.config.max_positions or 32 * 1024)
+    caches = results.main.caches(tokens)
     served = "which vLLM does not serve"
     if caches.vllm_share is not None and caches.vllm is not None:
         served = f"{format_share(round(caches.vllm_share, 3))} in vLLM on one GPU"

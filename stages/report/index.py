@@ -57,6 +57,7 @@ def _cells(summary: dict[str, Any]) -> list[str]:
         low, high = found["difference_low"], found["difference_high"]
         text = f"{signed(found['difference'], 1)} {interval(low, high, 1)}"
         change = Cell(text, value=found["difference"])
+    averages = {one["name"]: one["scores"] for one in summary["models"] if not one["branch"]}
     length, cache = list(summary["kv_cache_bytes"].items())[-1]
     costs = (summary["cost"] or {}).items()
     cost = [Cell(format_money(amount, currency), value=amount) for currency, amount in costs]
@@ -64,7 +65,7 @@ def _cells(summary: dict[str, Any]) -> list[str]:
     return [
         verdict,
         change,
-        *(_scores(summary["scores"].get(name, {})) for name in (ORIGINAL, HYBRID, best)),
+        *(_scores(averages.get(name, {})) for name in (ORIGINAL, HYBRID, best)),
         _share(cache["hybrid"], cache["original"], f" at {format_length(int(length))}"),
         _share(cache["vllm"], cache["vllm_original"]),
         Cell(f"{hours:,.2f}", value=hours) if hours else "",

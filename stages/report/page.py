@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from stages.evaluate.scores import ORIGINAL, MeanScore, SuiteScores
+from stages.evaluate.scores import MeanScore, SuiteScores
 from stages.evaluate.suites import suite_title
 from stages.formats import (
     format_bytes,
@@ -18,10 +18,10 @@ from stages.formats import (
 from stages.pages.page import render
 from stages.pages.tables import Cell, Group, Table
 from stages.report import charts
-from stages.report.decision import decide, last_loss, points, sentences
+from stages.report.decision import decide, gain, last_loss, points, sentences
 from stages.report.predictions import anchor, samples_by_model
 from stages.report.provenance import Provenance
-from stages.report.results import SHOWN_SAMPLES, Results, label_of
+from stages.report.results import SHOWN_SAMPLES, Model, Results
 from stages.report.stage import ReportConfig
 from stages.search.charts import front_picture, trace
 
@@ -30,11 +30,11 @@ _TEMPLATE = "stages/report/page.html"
 
 def page(results: Results, provenance: Provenance, section: ReportConfig) -> str:
     """The self-contained page, from the verdict down to the provenance of its numbers."""
-    search = results.search
+    search = results.main.search
     verdict, *more = sentences(results, section)
     return render(
         _TEMPLATE, title=provenance.title, subtitle=provenance.subtitle, provenance=provenance,
-        verdict=verdict, sentences=more, notes=results.scores.notes(),
+        verdict=verdict, sentences=more, notes=results.notes,
         decision=decide(results, section.margin), models=model_table(results),
         front=front_picture(search.front) if search.front else None,
         trace=trace(search.summary, search.mask.mask.key, "score"), search=search,
@@ -47,33 +47,37 @@ def page(results: Results, provenance: Provenance, section: ReportConfig) -> str
 
 
 def model_table(results: Results) -> Table | None:
-    """Each model's score in every suite, and its loss at the last positions; None without any."""
-    suites = results.suites
-    has_losses = any(last_loss(results, name) for name in results.models)
+    """A row for each model: its scores, how far the recipe's is ahead, its last loss; or None."""
+    suites, models = results.suites, results.models
+    has_losses = any(last_loss(results, model) for model in models)
+    gains = {model: found[1] for model in models if (found := gain(results, model))}
     header = ["model", *(f"{suite_title(suite)}, average" for suite in suites)]
+    header += ["the recipe's hybrid is ahead by"] if gains else []
     if has_losses:
-        tables = iter(results.scores.positions.values())
+        tables = filter(None, map(results.positions, models))
         first, end = next(table for table in tables if table.difference).edges[-2:]
         header.append(f"loss above the original's, tokens {first:,} to {end - 1:,}")
     rows = []
-    for name in results.models:
-        tables_of_model = results.scores.checkpoints.get(name, {})
-        row = [label_of(name)] + [_average(tables_of_model.get(suite), name) for suite in suites]
-        rows.append(row + ([_loss(results, name)] if has_losses else []))
+    for model in models:
+        row = [model.label]
+        row += [_average(results.tables(model).get(suite), model) for suite in suites]
+        if gains:
+            row.append(points(gains[model]) if model in gains else "")
+        rows.append(row + ([_loss(results, model)] if has_losses else []))
     return Table("", header, [Group(rows)], text_columns=1) if rows else None
 
 
-def _average(suite: SuiteScores | None, model: str) -> Cell:
+def _average(suite: SuiteScores | None, model: Model) -> Cell:
     if suite is None:
         return Cell("–")
     more = [] if suite.against_original is None else [points(suite.against_original)]
     return Cell(format_score(suite.average), target=f"#{anchor(model)}", more=more)
 
 
-def _loss(results: Results, model: str) -> Cell:
+def _loss(results: Results, model: Model) -> Cell:
     loss = last_loss(results, model)
     if loss is None:
-        return Cell("0" if model == ORIGINAL else "–")
+        return Cell("0" if model.is_original else "–")
     known = loss.low is not None and loss.high is not None
     ends = interval(loss.low or 0.0, loss.high or 0.0, 2) if known else "[too few]"
     return Cell(signed(loss.mean, 2), more=[ends])
@@ -81,8 +85,8 @@ def _loss(results: Results, model: str) -> Cell:
 
 def score_table(results: Results) -> Table | None:
     """A row for each task and length of every suite, a column for each model; None without any."""
-    models = [name for name in results.models if results.scores.checkpoints.get(name)]
-    tables = {name: results.scores.checkpoints[name] for name in models}
+    tables = {model: results.tables(model) for model in results.models if results.tables(model)}
+    models = list(tables)
     groups = []
     for suite in results.suites:
         scored = {name: tables[name][suite] for name in models if suite in tables[name]}
@@ -96,11 +100,13 @@ def score_table(results: Results) -> Table | None:
             cells = (_score(found.get(name), anchor(name, suite, task, at)) for name in models)
             rows.append([Cell(task, task=task, length=text), text, *cells])
         groups += [Group(rows), Group(list(_totals(suite, models, scored)), is_total=True)]
-    header = ["task", "context", *map(label_of, models)]
+    header = ["task", "context", *(model.label for model in models)]
     return Table("", header, groups, text_columns=1) if groups else None
 
 
-def _totals(suite: str, models: list[str], scored: dict[str, SuiteScores]) -> Iterable[list[str]]:
+def _totals(
+    suite: str, models: list[Model], scored: dict[Model, SuiteScores]
+) -> Iterable[list[str]]:
     for at in sorted({at for one in scored.values() for at in one.by_length}):
         text = format_length(at) if at else ""
         found = {name: one.by_length.get(at) for name, one in scored.items()}
@@ -123,9 +129,7 @@ def _score(score: MeanScore | None, target: str) -> Cell:
 
 def filters(results: Results) -> dict[str, list[str]]:
     """Tasks and lengths that have a score, for the page's filter."""
-    tables = [
-        one.tasks for suites in results.scores.checkpoints.values() for one in suites.values()
-    ]
+    tables = [one.tasks for model in results.models for one in results.tables(model).values()]
     lengths = {at for table in tables for by_length in table.values() for at in by_length if at}
     return {
         "task": list(dict.fromkeys(task for table in tables for task in table)),
@@ -138,10 +142,10 @@ def length_table(results: Results) -> Table:
     points = {(point.length, point.model): point for point in results.efficiency.points} if (
         results.efficiency
     ) else {}  # fmt: skip
-    longest = results.config.max_positions
+    longest = results.main.config.max_positions
     rows = []
     for length in sorted({*results.lengths, *([longest] if longest else [])}) or [32 * 1024]:
-        caches = results.caches(length)
+        caches = results.main.caches(length)
         row = [format_length(length), _size(caches.original), _size(caches.hybrid, caches.original)]
         row += [_size(caches.vllm_original), _size(caches.vllm, caches.vllm_original)]
         for field in ("prefill_tokens_per_second", "decode_tokens_per_second", "memory_peak_bytes"):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from data_prep.tasks.samples import TAIL_CHARACTERS
 from stages.formats import format_length, format_score
-from stages.report.results import ScoreKey, label_of
+from stages.report.results import Model, ScoreKey
 
 _MAX_CHARACTERS = 400  # shown of an output
 
@@ -40,23 +40,26 @@ class ModelSamples(NamedTuple):
     cells: list[ScoreSamples]
 
 
-def anchor(*place: str | int) -> str:
+def anchor(model: Model, *place: str | int) -> str:
     """The id on the page of a model's samples or, with suite, task and length, of a score's."""
-    return re.sub(r"[^\w.-]+", "_", "-".join(("samples", *map(str, place))))
+    name = f"{model.name}@{model.branch}" if model.branch else model.name
+    return re.sub(r"[^\w.-]+", "_", "-".join(("samples", name, *map(str, place))))
 
 
 def samples_by_model(
     predictions: Mapping[ScoreKey, Iterable[Mapping[str, Any]]],
 ) -> list[ModelSamples]:
     """The samples by model and score."""
-    models: dict[str, ModelSamples] = {}
+    models: dict[Model, ModelSamples] = {}
     for place, records in predictions.items():
-        name, _, task, length = place
-        model = models.setdefault(name, ModelSamples(anchor(name), label_of(name), []))
+        found, suite, task, length = place
+        model = models.setdefault(found, ModelSamples(anchor(found), found.label, []))
         tokens = format_length(length) if length else ""
         label = f"{task} at {tokens}" if tokens else task
         samples = list(map(_sample, records))
-        model.cells.append(ScoreSamples(anchor(*place), label, task, tokens, samples))
+        model.cells.append(
+            ScoreSamples(anchor(found, suite, task, length), label, task, tokens, samples)
+        )
     return list(models.values())
 
 

@@ -32,7 +32,7 @@ def collect_provenance(config: StageConfig[ReportConfig], results: Results) -> P
     model = PurePath(config.model.path).name
     recipe = {"seed": config.seed, "model": config.model.model_dump(mode="json")}
     recipe |= {key: section.model_dump(mode="json") for key, section in config.upstream.items()}
-    search = results.search
+    search = results.main.search
     share = f"ρ = {search.sliding / search.total:.3g}, W = {search.window_sizes}"
     subtitle = f"{model} made hybrid: {share}, method {search.mask.method}"
     return Provenance(
@@ -70,8 +70,8 @@ def flatten(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 def _origin(config: StageConfig[ReportConfig], results: Results) -> list[tuple[str, str]]:
     rows = [("Model", format_path(config.model.path)), ("Seed", str(config.seed))]
-    rows.append(("Parameters", f"{results.materialized.parameters:,}"))
-    corpus = flatten(results.scores.corpus) if results.scores.corpus is not None else ()
+    rows.append(("Parameters", f"{results.main.materialized.parameters:,}"))
+    corpus = flatten(results.main.scores.corpus or {})
     rows += [(f"Text of the evaluation, {name}", value) for name, value in corpus]
     rows += [
         (f"Stage {name}", _manifest_facts(manifest)) for name, manifest in results.manifests.items()

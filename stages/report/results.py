@@ -18,7 +18,7 @@ from bosch.model.cache_size import CacheSize, OwnWindow
 from bosch.model.stored_config import StoredConfig
 from bosch.vllm.plan import request_bytes
 from bosch.window import Window, windows_text
-from stages.evaluate.scores import HYBRID, ORIGINAL, Scores, read_samples
+from stages.evaluate.scores import HYBRID, ORIGINAL, PositionLoss, Scores, SuiteScores, read_samples
 from stages.materialize.stage import MODEL, MaterializeSummary, read_model_config
 from stages.measure.stage import Efficiency, Point
 from stages.prepare.stage import Statistics
@@ -30,8 +30,8 @@ from stages.train.stage import TrainConfig, TrainingStep, checkpoint_tokens, rea
 _EVALUATING = ("original", "evaluate")
 # Samples that the page shows for each score.
 SHOWN_SAMPLES = 3
-# Checkpoint, suite, task, length.
-ScoreKey = tuple[str, str, str, int]
+# Model, suite, task, length.
+ScoreKey = tuple["Model", str, str, int]
 # Scores in [0, 1] of one model by suite, task and length, in the order of the samples.
 SampleScores = Mapping[tuple[str, str, int], list[float]]
 
@@ -97,29 +97,39 @@ class Caches(NamedTuple):
         return self.vllm / self.vllm_original if self.vllm and self.vllm_original else None
 
 
-def label_of(name: str) -> str:
-    """Display name of an evaluated model."""
-    tokens = checkpoint_tokens(name)
-    return {ORIGINAL: "Original", HYBRID: "Hybrid, untrained"}.get(
-        name, f"Hybrid after {tokens or 0:,} tokens"
-    )
+class Model(NamedTuple):
+    """An evaluated model: its name in scores.json, and its branch ("" for the recipe itself)."""
 
+    name: str
+    branch: str = ""
 
-def trained_tokens(name: str) -> int:
-    """Training tokens of a model: 0 for untrained ones, -1 for the original."""
-    return checkpoint_tokens(name) or -(name == ORIGINAL)
+    @property
+    def tokens(self) -> int:
+        """Tokens of its training."""
+        return checkpoint_tokens(self.name) or 0
+
+    @property
+    def is_original(self) -> bool:
+        return self.name == ORIGINAL
+
+    @property
+    def label(self) -> str:
+        if self.is_original:
+            return f"Original of {self.branch}" if self.branch else "Original"
+        name = self.branch or "Hybrid"
+        return f"{name} after {self.tokens:,} tokens" if self.tokens else f"{name}, untrained"
 
 
 def collect_predictions(
-    records: Iterable[Mapping[str, Any]],
+    records: Iterable[Mapping[str, Any]], branch: str = ""
 ) -> dict[ScoreKey, list[Mapping[str, Any]]]:
-    """The `SHOWN_SAMPLES` samples with the lowest scores behind each score."""
+    """The `SHOWN_SAMPLES` samples with the lowest scores behind each score of a branch."""
     cells: dict[ScoreKey, list[Mapping[str, Any]]] = {}
     for record in records:
         if "score" not in record:
             continue
-        place = (record["checkpoint"], record["suite"], record["task"], record["length"])
-        cell = cells.setdefault(place, [])
+        model = Model(record["checkpoint"], branch)
+        cell = cells.setdefault((model, record["suite"], record["task"], record["length"]), [])
         cell.append(record)
         cell.sort(key=lambda record: (record["score"], record["index"]))
         del cell[SHOWN_SAMPLES:]
@@ -144,48 +154,42 @@ def collect_scores(
 
 
 @dataclass(frozen=True)
-class Results:
-    """All content of the report; `scores` and `training` are empty if the recipe has none."""
+class Branch:
+    """The hybrids of the recipe, or of a branch; `scores` are empty without an evaluation.
+
+    `samples` are the scores of single samples by the models' names, the original's among them.
+    """
 
     search: Search
+    materialized: MaterializeSummary
     cache: CacheSize
     config: StoredConfig
-    training: list[TrainingStep]
-    materialized: MaterializeSummary
     scores: Scores
-    statistics: dict[str, Any]
-    present: frozenset[str]
-    absent: tuple[str, ...]
-    manifests: Mapping[str, Manifest]
-    predictions: Mapping[ScoreKey, list[Mapping[str, Any]]]
     samples: Mapping[str, SampleScores]
-    efficiency: Efficiency | None
-    loss_in_words: str = ""  # `TrainConfig.loss_in_words`
+    folders: Mapping[str, Path]  # of its stages, some of which are other branches', too
+
+    @classmethod
+    def read(cls, inputs: Mapping[str, Path]) -> Branch:
+        """Read the published directories of a branch's stages."""
+        search = Search.read(inputs["search"], inputs["materialize"])
+        materialized = MaterializeSummary.read(inputs["materialize"])
+        scores = Scores.read(inputs["evaluate"]) if "evaluate" in inputs else Scores(checkpoints={})
+        cache = CacheSize(
+            bytes_per_head=materialized.kv_cache_bytes_per_token_before // search.total,
+            heads=search.heads,
+            own_windows=tuple(OwnWindow(**fields) for fields in materialized.own_windows),
+            state_bytes=materialized.state_bytes,
+        )
+        config = read_model_config(inputs["materialize"])
+        samples = collect_scores(answers(inputs), scores)
+        return cls(search, materialized, cache, config, scores, samples, dict(inputs))
 
     @property
-    def models(self) -> list[str]:
-        """Evaluated models by their training."""
+    def names(self) -> list[str]:
+        """Names of evaluated models by their training."""
         names = [name for name, suites in self.scores.checkpoints.items() if suites]
         names += [name for name in self.scores.positions if name not in names]
-        return sorted(names, key=trained_tokens)
-
-    @property
-    def suites(self) -> list[str]:
-        tables = self.scores.checkpoints.values()
-        return list(dict.fromkeys(suite for suites in tables for suite in suites))
-
-    @property
-    def measured_points(self) -> list[Point]:
-        """The hybrid's measured points, the shortest first; empty without measurements."""
-        return self.efficiency.hybrids if self.efficiency is not None else []
-
-    @property
-    def lengths(self) -> list[int]:
-        """Context lengths that were scored or measured."""
-        lengths = {point.length for point in self.measured_points}
-        for suites in self.scores.checkpoints.values():
-            lengths |= {at for suite in suites.values() for at in suite.by_length if at}
-        return sorted(lengths)
+        return sorted(names, key=lambda name: checkpoint_tokens(name) or -(name == ORIGINAL))
 
     def caches(self, tokens: int) -> Caches:
         """The caches of one request of `tokens` tokens."""
@@ -198,6 +202,86 @@ class Results:
             request_bytes(full, kinds, itemsize, tokens),
             request_bytes(rows, kinds, itemsize, tokens),
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Results:
+    """All content of the report; `training` is empty if the recipe has none."""
+
+    branches: Mapping[str, Branch]  # the recipe itself first, as ""
+    training: list[TrainingStep]
+    statistics: dict[str, Any]
+    present: frozenset[str]
+    absent: tuple[str, ...]
+    manifests: Mapping[str, Manifest]
+    efficiency: Efficiency | None
+    loss_in_words: str = ""  # `TrainConfig.loss_in_words`
+
+    @property
+    def main(self) -> Branch:
+        return self.branches[""]
+
+    @property
+    def models(self) -> list[Model]:
+        """Evaluated models, each once, by branch and training."""
+        seen: dict[Path, Model] = {}
+        for branch, results in self.branches.items():
+            for name in results.names:
+                stage = {ORIGINAL: "original", HYBRID: "materialize"}.get(name, "train")
+                place = results.folders.get(stage, Path()) / name
+                seen.setdefault(place, Model(name, branch))
+        return list(seen.values())
+
+    def tables(self, model: Model) -> Mapping[str, SuiteScores]:
+        """A model's scores by suite."""
+        return self.branches[model.branch].scores.checkpoints.get(model.name, {})
+
+    def positions(self, model: Model) -> PositionLoss | None:
+        """A model's loss by position."""
+        return self.branches[model.branch].scores.positions.get(model.name)
+
+    def samples(self, model: Model) -> SampleScores:
+        """Scores of a model's samples."""
+        return self.branches[model.branch].samples.get(model.name, {})
+
+    def digest(self, model: Model, suite: str, task: str, length: int) -> str | None:
+        """The identity of the samples that a model answered."""
+        digests = self.branches[model.branch].scores.digests
+        return digests.get(suite, {}).get(task, {}).get(length)
+
+    @property
+    def predictions(self) -> dict[ScoreKey, list[Mapping[str, Any]]]:
+        """Samples behind each score of each model."""
+        models = set(self.models)
+        return {
+            place: samples
+            for branch, own in self.branches.items()
+            for place, samples in collect_predictions(answers(own.folders), branch).items()
+            if place[0] in models
+        }
+
+    @property
+    def suites(self) -> list[str]:
+        return list(dict.fromkeys(suite for model in self.models for suite in self.tables(model)))
+
+    @property
+    def notes(self) -> list[str]:
+        """Remarks on scores of all branches."""
+        scores = (branch.scores for branch in self.branches.values())
+        return list(dict.fromkeys(note for one in scores for note in one.notes()))
+
+    @property
+    def measured_points(self) -> list[Point]:
+        """The hybrid's measured points, the shortest first; empty without measurements."""
+        return self.efficiency.hybrids if self.efficiency is not None else []
+
+    @property
+    def lengths(self) -> list[int]:
+        """Context lengths that were scored or measured."""
+        lengths = {point.length for point in self.measured_points}
+        for model in self.models:
+            lengths |= {at for suite in self.tables(model).values() for at in suite.by_length if at}
+        return sorted(lengths)
 
     @property
     def stage_seconds(self) -> dict[str, float]:
@@ -219,40 +303,33 @@ def load_results(
 ) -> Results:
     """Read the published directories in `inputs`; `stages` are all stages of the pipeline.
 
-    `train` is the section of a training among them. Raises RunError or UserError, with the file, if
-    a stage's output is incomplete.
+    Those of a branch are `<stage>@<branch>`. `train` is the section of a training among them.
+    Raises RunError or UserError, with the file, if a stage's output is incomplete.
     """
-    search = Search.read(inputs["search"], inputs["materialize"])
-    materialized = MaterializeSummary.read(inputs["materialize"])
-    scores = Scores.read(inputs["evaluate"]) if "evaluate" in inputs else Scores(checkpoints={})
+    places: dict[str, dict[str, Path]] = {"": {}}
+    for name, folder in inputs.items():
+        stage, _, branch = name.partition("@")
+        places.setdefault(branch, {})[stage] = folder
+    main = places[""]
+    first = {folder: name for name, folder in reversed(inputs.items())}  # of those that share it
     return Results(
-        search=search,
-        cache=CacheSize(
-            bytes_per_head=materialized.kv_cache_bytes_per_token_before // search.total,
-            heads=search.heads,
-            own_windows=tuple(OwnWindow(**fields) for fields in materialized.own_windows),
-            state_bytes=materialized.state_bytes,
-        ),
-        config=read_model_config(inputs["materialize"]),
-        training=read_metrics(inputs["train"]) if "train" in inputs else [],
-        materialized=materialized,
-        scores=scores,
-        predictions=collect_predictions(_answers(inputs)),
-        samples=collect_scores(_answers(inputs), scores),
-        efficiency=Efficiency.read(inputs["measure"]) if "measure" in inputs else None,
+        branches={branch: Branch.read(folders) for branch, folders in places.items()},
+        training=read_metrics(main["train"]) if "train" in main else [],
+        efficiency=Efficiency.read(main["measure"]) if "measure" in main else None,
         loss_in_words=train.loss_in_words if train is not None else "",
-        statistics=Statistics.read(inputs["prepare"]).content,
-        present=frozenset(inputs),
-        absent=tuple(stage for stage in stages if stage not in inputs),
+        statistics=Statistics.read(main["prepare"]).content,
+        present=frozenset(main),
+        absent=tuple(stage for stage in stages if stage not in main),
         manifests={
-            stage: Manifest.read(folder)
-            for stage, folder in inputs.items()
-            if exists(folder / Manifest.FILE)
+            name: Manifest.read(folder)
+            for name, folder in inputs.items()
+            if first[folder] == name and exists(folder / Manifest.FILE)
         },
     )
 
 
-def _answers(inputs: Mapping[str, Path]) -> Iterator[dict[str, Any]]:
+def answers(inputs: Mapping[str, Path]) -> Iterator[dict[str, Any]]:
+    """The answers of the original and of a branch's hybrids."""
     for stage in _EVALUATING:
         if stage in inputs:
             yield from read_samples(inputs[stage])

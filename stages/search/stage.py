@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
@@ -104,6 +104,23 @@ class SearchConfig(Section):
     head_granularity: Count = SearchSettings.head_granularity
     """The number of full KV heads in each layer is a multiple of this (g): 2 for a hybrid served on
     two tensor-parallel ranks, see docs/guide/serving.md."""
+
+    @classmethod
+    def drop_replaced(cls, values: dict[str, Any], overridden: Collection[str]) -> None:
+        """A method also replaces what it has no use for: of several windows the widest is left."""
+        super().drop_replaced(values, overridden)
+        method = METHODS.get(str(values.get("method"))) if "method" in overridden else None
+        if method is None:
+            return
+        used = {
+            "points": method.finds_front,
+            "budget_per_layer": method.searches,
+            "mask": method.kind == "file",
+            "windows": method.several_windows,
+        }
+        for name in [name for name, is_used in used.items() if not is_used]:
+            if name not in overridden and (value := values.pop(name, None)) and name == "windows":
+                values["window_size"] = value[-1]
 
     @model_validator(mode="before")
     @classmethod

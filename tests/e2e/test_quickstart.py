@@ -34,6 +34,7 @@ SMALL = [
     "prepare.calibration.examples=2",
     "prepare.calibration.length=256",
     "search.method=bosch",
+    "compare=[{search.method: intr}]",
     "search.swa_ratio=0.75",
     "search.window_size=128",
     "search.points=null",
@@ -62,13 +63,13 @@ def finish(root: Path, *options: str) -> str:
     return done.stdout
 
 
-def results(root: Path) -> dict[str, Any]:
+def results(root: Path, branch: str = "") -> dict[str, Any]:
     """Results that must not depend on kills: mask, losses and the digest of the weights."""
     output = root / "quickstart"
-    metrics = [json.loads(line) for line in (output / "train/metrics.jsonl").open()]
-    weights = output / "train/checkpoints/tokens-3072/model.safetensors"
+    metrics = [json.loads(line) for line in (output / f"train{branch}/metrics.jsonl").open()]
+    weights = output / f"train{branch}/checkpoints/tokens-3072/model.safetensors"
     return {
-        "mask": json.loads((output / "search/head_mask.json").read_text())["swa_kv_heads"],
+        "mask": json.loads((output / f"search{branch}/head_mask.json").read_text())["swa_kv_heads"],
         "losses": [line["loss"] for line in metrics],
         "weights": hashlib.sha256(weights.read_bytes()).hexdigest(),
     }
@@ -96,7 +97,19 @@ def test_the_pipeline_runs_and_a_second_run_does_nothing(undisturbed: Path) -> N
     assert len(results(undisturbed)["losses"]) == 6
     scores = json.loads((output / "evaluate/scores.json").read_text())["checkpoints"]
     assert list(scores) == ["original", "hybrid", "tokens-1536", "tokens-3072"]
+    branch = json.loads((output / "search@intr/head_mask.json").read_text())
+    assert branch["method"] == "intr" and branch["swa_kv_heads"] != mask["swa_kv_heads"]
+    assert branch["swa_ratio"] == mask["swa_ratio"]
+    steps, branch_steps = (
+        [json.loads(line) for line in (output / stage / "metrics.jsonl").open()]
+        for stage in ("train", "train@intr")
+    )
+    for step, branch_step in zip(steps, branch_steps, strict=True):
+        for field in ("step", "tokens", "learning_rate"):
+            assert branch_step[field] == step[field]
+    assert branch_steps[0]["loss"] != steps[0]["loss"]
     page = (output / "report/index.html").read_text()
+    assert "of intr after 3,072 tokens of both" in page
     assert "<svg" in page
     assert "http-equiv" in page
     assert 'href="quickstart/report/index.html"' in (undisturbed / "index.html").read_text()
@@ -106,15 +119,19 @@ def test_the_pipeline_runs_and_a_second_run_does_nothing(undisturbed: Path) -> N
 @pytest.mark.slow
 def test_a_run_killed_again_and_again_ends_the_same(undisturbed: Path, tmp_path: Path) -> None:
     rng = random.Random(20)
-    for stage in ("search", "train"):
-        run = start(tmp_path, "--until", "train")
-        while not (tmp_path / "work" / stage).exists():
+    until = ("--until", "train@intr")
+    for stage, count in (("search", 0), ("train", 0), ("train", 1)):  # the last of the branch
+        run = start(tmp_path, *until)
+        while len([*tmp_path.glob(f"store/{stage}/*")]) < count or not [
+            *tmp_path.glob(f"work/{stage}/*/*")
+        ]:
             assert run.wait(0.05) is None
         assert run.wait(rng.uniform(0.1, 2)) is None
         os.killpg(run.pid, signal.SIGKILL)
         run.wait()
-    finish(tmp_path, "--until", "train")
+    finish(tmp_path, *until)
     assert results(tmp_path) == results(undisturbed)
+    assert results(tmp_path, "@intr") == results(undisturbed, "@intr")
 
 
 @pytest.mark.slow

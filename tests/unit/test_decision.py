@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from stages.evaluate.scores import HYBRID, ORIGINAL, BinLoss, PositionLoss
-from stages.report.decision import Decision, decide, overall, sentences
-from stages.report.results import Results, collect_scores, load_results
+from stages.report.decision import Decision, decide, gain, overall, sentences
+from stages.report.results import Model, Results, collect_scores, load_results
 from stages.report.stage import ReportConfig
 from tests import report_fixture
 
@@ -24,7 +24,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return load_results(report_fixture.publish(tmp_path_factory.mktemp("stages")))
 
 
-def with_answers(results: Results, right: Mapping[str, int], count: int) -> Results:
+def with_answers(results: Results, right: Mapping[Any, int], count: int) -> Results:
     """Models that answer the first `right` of `count` samples of a task."""
     samples = {
         name: {("needle", "vt", 512): [1.0] * n + [0.0] * (count - n)} for name, n in right.items()
@@ -32,12 +32,20 @@ def with_answers(results: Results, right: Mapping[str, int], count: int) -> Resu
     return with_samples(results, samples)
 
 
-def with_samples(results: Results, samples: Mapping[str, Any]) -> Results:
-    tables = {"needle": next(iter(results.scores.checkpoints.values()))["needle"]}
-    scores = results.scores.model_copy(
-        update={"checkpoints": dict.fromkeys(samples, tables), "positions": {}}
-    )
-    return replace(results, samples=samples, scores=scores)
+def with_samples(results: Results, samples: Mapping[Any, Any]) -> Results:
+    """Samples of models, by names or by pairs of branch and name."""
+    table = {"needle": results.main.scores.checkpoints[ORIGINAL]["needle"]}
+    by_branch: dict[str, dict[str, Any]] = {}
+    for key, cells in samples.items():
+        branch, name = key if isinstance(key, tuple) else ("", key)
+        by_branch.setdefault(branch, {})[name] = cells
+    branches = {}
+    for branch, cells in by_branch.items():
+        old = results.branches[branch]
+        content = {"checkpoints": dict.fromkeys(cells, table), "positions": {}}
+        scores = old.scores.model_copy(update=content)
+        branches[branch] = replace(old, samples=cells, scores=scores)
+    return replace(results, branches=branches)
 
 
 def decided(results: Results, margin: float = 2.0) -> Decision:
@@ -66,7 +74,7 @@ def test_the_interval_of_the_loss_decides(
 ) -> None:
     made = with_answers(results, {ORIGINAL: count, **right}, max(count, *right.values()))
     found = decided(made)
-    assert (found.model, found.verdict) == (model, verdict)
+    assert (found.model, found.verdict) == (Model(model), verdict)
     assert (found.needed is None) == (verdict != "not decided")
     folder = "materialize/model" if model == HYBRID else f"train/checkpoints/{model}"
     assert found.folder == folder
@@ -106,17 +114,19 @@ def test_the_loss_at_the_last_positions_decides_between_equals(results: Results)
             name: PositionLoss(edges=[1, 2], documents=6, loss=one, difference=one)
             for name, one in bins.items()
         }
-        scores = made.scores.model_copy(update={"positions": positions})
-        assert decided(replace(made, scores=scores)).model == model
+        scores = made.main.scores.model_copy(update={"positions": positions})
+        changed = replace(made, branches={"": replace(made.main, scores=scores)})
+        assert decided(changed).model.name == model
 
 
 def test_models_without_all_samples_and_an_original_without_answers(results: Results) -> None:
     """A last checkpoint that failed a suite does not remove the others."""
     made = with_answers(results, {ORIGINAL: 100, HYBRID: 50, FIRST: 99, LAST: 100}, 100)
     harness = {("harness", "mmlu", 0): [1.0] * 100}
-    whole = {name: {**suites, **harness} for name, suites in made.samples.items() if name != LAST}
-    found = decided(with_samples(made, {**whole, LAST: made.samples[LAST]}))
-    assert (found.model, found.tasks) == (FIRST, 2)
+    own = made.main.samples
+    whole = {name: {**suites, **harness} for name, suites in own.items() if name != LAST}
+    found = decided(with_samples(made, {**whole, LAST: own[LAST]}))
+    assert (found.model.name, found.tasks) == (FIRST, 2)
     for right in ({ORIGINAL: 0, HYBRID: 5}, {ORIGINAL: 5}):
         none = with_answers(results, right, 20)
         assert decide(none, 2.0) is None
@@ -126,7 +136,7 @@ def test_models_without_all_samples_and_an_original_without_answers(results: Res
 def test_tasks_that_a_model_answered_in_part_are_not_compared(results: Results) -> None:
     one, other = ("needle", "vt", 512), ("needle", "vt", 1024)
     samples = {ORIGINAL: {one: [1.0] * 9, other: [1.0] * 9}, LAST: {one: [0.0] * 9, other: [1.0]}}
-    outcome = overall(replace(results, samples=samples), LAST)
+    outcome = overall(with_samples(results, samples), Model(LAST))
     assert outcome is not None
     assert (outcome[0], outcome[1].samples, outcome[1].difference) == (1, 9, -100.0)
 
@@ -143,18 +153,51 @@ def test_a_task_without_a_score_counts_for_nothing() -> None:
     assert collect_scores(records, scores) == {HYBRID: {("needle", "vt", 512): [0.0, 0.5, 1.0]}}
 
 
+def test_the_recipe_is_compared_with_the_best_branch_before_and_after_training(
+    results: Results,
+) -> None:
+    right = {ORIGINAL: 200, HYBRID: 150, LAST: 196}
+    right |= {("intr", ORIGINAL): 200, ("intr", HYBRID): 20, ("intr", LAST): 180}
+    said = " ".join(sentences(with_answers(results, right, 200), ReportConfig()))
+    assert "scores +65.0 [" in said and "against that of intr before training." in said
+    assert "scores +8.0 [" in said and "of intr after 2,000 tokens of both." in said
+    again = {**results.branches, "other": results.branches["intr"]}
+    more = {("other", ORIGINAL): 200, ("other", HYBRID): 149}
+    made = with_answers(replace(results, branches=again), right | more, 200)
+    folders = {**made.branches["other"].folders, "materialize": Path("other")}
+    other = replace(made.branches["other"], folders=folders)
+    made = replace(made, branches={**made.branches, "other": other})
+    said = " ".join(sentences(made, ReportConfig()))
+    assert "scores +0.5 [" in said and "other, the best of 2 branches, before training." in said
+
+
+def test_other_samples_are_not_compared(results: Results) -> None:
+    """A branch with another seed is compared with its own original alone."""
+    made = with_answers(
+        results, {ORIGINAL: 9, HYBRID: 9, ("intr", ORIGINAL): 9, ("intr", HYBRID): 3}, 9
+    )
+    branch = made.branches["intr"]
+    digests = {"needle": {"vt": {512: "another"}}}
+    branch = replace(branch, scores=branch.scores.model_copy(update={"digests": digests}))
+    made = replace(made, branches={"": made.main, "intr": branch})
+    ours, other = Model(HYBRID), Model(HYBRID, "intr")
+    assert overall(made, ours, other) is None and gain(made, other) is None
+    own = overall(made, other)
+    assert own is not None and own[1].difference == pytest.approx(-200 / 3)
+
+
 def test_the_sentences_state_caches_of_both_engines_speed_and_cost(
     results: Results, tmp_path: Path
 ) -> None:
     made = with_answers(results, {ORIGINAL: 20, LAST: 19}, 20)
-    caches = results.caches(2048)
+    caches = results.main.caches(2048)
     assert caches.share == pytest.approx(0.297, abs=1e-3) and caches.vllm_share is not None
     said = sentences(made, ReportConfig(gpu_hour_price=2.0))
     assert said[-3:] == [
         "KV cache of 2k tokens against the original's: 29.7 % in transformers' generate (3.56 MiB "
         f"of 12 MiB), {100 * caches.vllm_share:.0f} % in vLLM on one GPU.",
         "Prefill runs at 1.50 and decoding at 2.50 times the original's speed at 2k.",
-        "The run took 13.28 GPU hours (26.56 USD).",
+        "The run took 23.82 GPU hours (47.63 USD).",
     ]
     made = load_results(report_fixture.publish(tmp_path, without=("train", "measure")))
     assert "Speed was not measured (section measure)." in sentences(made, ReportConfig())

@@ -12,11 +12,12 @@ import pytest
 
 from bosch.errors import UserError
 from pipeline.cli import main
-from pipeline.recipe.load import apply_overrides, load_recipe
+from pipeline.recipe.load import apply_overrides, load_recipe, parse_override
 from pipeline.recipe.processes import find_world, without_other_processes
 from pipeline.recipe.yaml_file import parse_yaml
 from stages.evaluate.suites.harness import tasks as harness_tasks
 from stages.fields import (
+    Section,
     ordered,
     parse_bytes,
     parse_count,
@@ -241,10 +242,11 @@ def test_bad_overrides_are_named(case: Case, override: str, expected: str) -> No
 
 def test_an_override_changes_only_its_own_place_of_an_alias() -> None:
     content = parse_yaml("a: [&s {n: {m: 1}}, *s]\nb: {<<: *s}", "file")
-    changed = apply_overrides(content, ["a.0.n.m=2", "b.n.m=3"])
+    changes = dict(map(parse_override, ["a.0.n.m=2", "b.n.m=3"]))
+    changed = apply_overrides(Section, content, changes)
     assert changed == {"a": [{"n": {"m": 2}}, {"n": {"m": 1}}], "b": {"n": {"m": 3}}}
     with pytest.raises(UserError, match=r"a is a list of 0$"):
-        apply_overrides({"a": []}, ["a.0=1"])
+        apply_overrides(Section, {"a": []}, {("a", "0"): 1})
 
 
 @pytest.mark.parametrize(
@@ -261,7 +263,7 @@ def test_an_override_changes_only_its_own_place_of_an_alias() -> None:
     ],
 )
 def test_a_hash_sign_in_an_override_starts_no_comment(text: str, value: object) -> None:
-    assert apply_overrides({}, [f"report.title={text}"]) == {"report": {"title": value}}
+    assert parse_override(f"report.title={text}") == (("report", "title"), value)
 
 
 def test_empty_corpora_are_refused(case: Case, tmp_path: Path) -> None:

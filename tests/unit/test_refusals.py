@@ -167,7 +167,6 @@ NEIGHBOURS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("evaluate.positions.length=1025", "evaluate.positions.length", "1,025",
      "evaluate.positions.length=1024", ()),
     ("measure.lengths=[1025]", "measure.lengths", "1,025", "measure.lengths=[1024]", ()),
-    ("materialize.point=1", "materialize.point", "one mask", "seed=0", ()),
 ]  # fmt: skip
 
 

@@ -61,7 +61,7 @@ def page(published: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
 def inputs(published: dict[str, Path], tmp_path: Path) -> dict[str, Path]:
     """A copy of the inputs that a test may change."""
     shutil.copytree(published["search"].parent, tmp_path, dirs_exist_ok=True)
-    return {stage: tmp_path / stage for stage in published}
+    return {stage: tmp_path / folder.name for stage, folder in published.items()}
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def test_a_method_may_name_its_phases_freely(results: Results, tmp_path: Path) -
     for unit, phase in enumerate(("draws", "anchors", "second draws")):
         evaluator.evaluate(HeadMask(np.arange(3)[None] != unit), phase, "whole mask")
     view.close()
-    summary = results.search.summary.model_copy(update={"trace": evaluator.trace})
+    summary = results.main.search.summary.model_copy(update={"trace": evaluator.trace})
     picture = trace(summary, "", "score")
     assert picture is not None
     drawn = picture.chart.to_dict(validate=True)
@@ -185,7 +185,7 @@ def test_a_trace_ends_at_the_last_evaluation_and_marks_the_final_mask(
         )
         for step, mask in enumerate(("early", "final", "other", "final", "early"), 1)
     ]  # fmt: skip
-    summary = results.search.summary.model_copy(update={"trace": points})
+    summary = results.main.search.summary.model_copy(update={"trace": points})
     picture = trace(summary, "final", "score")
     assert picture is not None
     x = picture.chart.to_dict()["layer"][0]["encoding"]["x"]
@@ -194,8 +194,8 @@ def test_a_trace_ends_at_the_last_evaluation_and_marks_the_final_mask(
 
 
 def test_the_head_mask_shows_each_head_as_in_the_file(results: Results) -> None:
-    rows = rows_of(charts.head_mask(results.search))
-    mask = results.search.mask
+    rows = rows_of(charts.head_mask(results.main.search))
+    mask = results.main.search.mask
     assert len(rows) == mask.num_layers * mask.num_key_value_heads
     for row in rows:
         assert (row["series"] == "sliding") == (row["y"] in mask.mask.swa_kv_heads[row["x"]])
@@ -206,8 +206,10 @@ def test_every_score_of_every_suite_is_on_the_page_and_links_to_samples(
 ) -> None:
     places = {cell.anchor for one in samples_by_model(results.predictions) for cell in one.cells}
     shown = outline(page).score_cells
-    for name, suites in results.scores.checkpoints.items():
-        for suite, scores in suites.items():
+    assert len(results.models) == 7
+    for model in results.models:
+        name = f"{model.name}_{model.branch}" if model.branch else model.name
+        for suite, scores in results.tables(model).items():
             for task, by_length in scores.tasks.items():
                 for length, one in by_length.items():
                     place = f"samples-{name}-{suite}-{task}-{length}"
@@ -280,11 +282,11 @@ def test_hidden_rows_name_their_task_and_length(page: str) -> None:
 
 
 def test_windows_that_no_head_has_are_not_mentioned(results: Results) -> None:
-    choices, menu = 2 * results.search.mask.mask.choices, [Window(128), Window(16)]
+    choices, menu = 2 * results.main.search.mask.mask.choices, [Window(128), Window(16)]
     mask = HeadMaskFile.of(
         HeadMask.of_choices(choices), menu, model="m", method="front", swa_ratio=0.5
     )
-    search = replace(results.search, mask=mask)
+    search = replace(results.main.search, mask=mask)
     assert search.window_sizes == "16" and search.heads.keys() == {None, Window(16)}
     assert "128" not in str(charts.head_mask(search).chart.to_dict())
     full = replace(mask, mask=HeadMask.of_choices(0 * choices))
@@ -324,7 +326,8 @@ def test_a_missing_score_is_reported_with_its_reason(
     for text in (page, out):
         assert f"Hybrid after 4,000,000 tokens could not be evaluated: {reason}." in text
         assert "gsm8k has no score: it has no data" in text
-    assert not summary["scores"][failed] and summary["decision"]["model"] == "tokens-1000000"
+    [own] = [one for one in summary["models"] if one["name"] == failed]
+    assert own["branch"] == "intr" and summary["decision"]["model"] == "tokens-1000000"
 
 
 def test_tasks_that_only_one_model_has_are_in_the_table(tmp_path: Path) -> None:
@@ -352,10 +355,10 @@ def test_tasks_that_only_one_model_has_are_in_the_table(tmp_path: Path) -> None:
         "model", "Needle, average", "Tasks of lm-eval, average", "another, average"
     ]  # fmt: skip
     rows = {(row[0], row[1]): list(row[2:]) for group in table.groups for row in group.rows}
-    assert rows["one", ""] in (["–", "50.0"], ["50.0", "50.0"])
-    assert rows["two", ""] == ["–", "100.0"]
+    assert rows["one", ""] in (["–", "50.0", "–"], ["50.0", "50.0", "–"])
+    assert rows["two", ""] == ["–", "100.0", "–"]
     assert rows["both (2 of 2 tasks)", ""][1] == "75.0"
-    assert rows["four", "512"] == ["–", "100.0"]
+    assert rows["four", "512"] == ["–", "100.0", "–"]
     assert filters(results) == {
         "task": [*report_fixture.TASKS, "one", "two", "four"], "length": ["512", "1k", "2k"],
     }  # fmt: skip
@@ -399,7 +402,7 @@ def test_the_index_has_a_row_for_every_run_that_has_a_report(
     assert row.startswith(
         "b | not decided | −1.5 [−2.2, −1.0] | 97.5 | 31.0 | 96.0 | 29.7 % at 2k | "
     )
-    assert row.endswith("| 13.28 | 26.56 USD | base | bosch | 2026-01-02 03:04")
+    assert row.endswith("| 23.82 | 47.63 USD | base | bosch | 2026-01-02 03:04")
     unread = [line for line in lines if "cannot be read" in line]
     assert [line.partition(" |")[0] for line in unread] == ["a<b>", "c", "d"]
     links = [attributes["href"] for tag, attributes in page.tags if tag == "a"]
