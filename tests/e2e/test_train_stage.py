@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import load_from_disk
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
@@ -100,18 +101,28 @@ def test_training_leaves_its_promised_files_and_no_pickles(case: Path, undisturb
     assert read_metrics(undisturbed)[3].checkpoint_seconds > 0  # three steps were done by then
 
 
-@pytest.mark.parametrize("masking", [False, True])
-def test_every_step_equals_that_of_a_plain_loop(case: Path, tmp_path: Path, masking: bool) -> None:
+@pytest.mark.parametrize(("masking", "labels"), [(False, True), (True, False)])
+def test_every_step_equals_that_of_a_plain_loop(
+    case: Path, tmp_path: Path, masking: bool, labels: bool
+) -> None:
     """With other than default rate, decay, clipping and betas; norms do not decay.
 
-    With masks, the loss is that of every document on its own.
+    With masks, the loss is that of every document on its own; with labels, of the tokens that have
+    one.
     """
+    if labels:
+        prepared = load_from_disk(str(case / "prepare" / "train"))
+        third = [[i if i % 3 else -100 for i in ids] for ids in prepared["input_ids"]]
+        (tmp_path / "materialize").symlink_to(case / "materialize")
+        case = tmp_path
+        prepared.add_column("labels", third).save_to_disk(str(case / "prepare" / "train"))
     short = {"total_tokens": 512, "checkpoint_tokens": [], "document_masking": masking}
     changes = {
         "learning_rate": 3e-3, "warmup_ratio": 0.5, "min_lr_ratio": 0.1, "adam_beta1": 0.6,
         "adam_beta2": 0.8, "weight_decay": 0.5, "max_grad_norm": 0.3,
     }  # fmt: skip
-    train_here(case, tmp_path, train={**short, **changes})
+    work_dir = tmp_path / "work"
+    train_here(case, work_dir, train={**short, **changes})
     config = stage_config(train=short)
     data = PackedSequences(case / "prepare" / "train")
     data.arrange(make_schedule(config.section, config.runtime, SEQUENCE_LENGTH, 1, False), 7)
@@ -124,14 +135,15 @@ def test_every_step_equals_that_of_a_plain_loop(case: Path, tmp_path: Path, mask
     optimizer = torch.optim.AdamW(groups, betas=(0.6, 0.8))
     # Two of four steps warm up; then a third and two thirds of half a cosine.
     rates = [3e-3 * factor for factor in (0.5, 1.0, 0.1 + 0.9 * 0.75, 0.1 + 0.9 * 0.25)]
-    for step, (rate, record) in enumerate(zip(rates, metrics(tmp_path), strict=True)):
+    for step, (rate, record) in enumerate(zip(rates, metrics(work_dir), strict=True)):
         losses: list[torch.Tensor] = []
         for row in (data[index] for index in range(4 * step, 4 * step + 4)):
             ids = torch.as_tensor(row["input_ids"]).long()
             for document in ids.split(row["document_lengths"].tolist() if masking else len(ids)):
                 logits = model(input_ids=document[None], use_cache=False).logits[0, :-1]
-                predicted = document[1:]
-                losses += torch.nn.functional.cross_entropy(logits, predicted, reduction="none")
+                predicted = (torch.as_tensor(row["labels"]).long() if labels else document)[1:]
+                each = torch.nn.functional.cross_entropy(logits, predicted, reduction="none")
+                losses += each[predicted >= 0]
         loss = torch.stack(losses).mean()
         loss.backward()
         norm = sum(p.grad.square().sum() for p in names.values()).sqrt().item()
@@ -144,7 +156,7 @@ def test_every_step_equals_that_of_a_plain_loop(case: Path, tmp_path: Path, mask
             group["lr"] = rate
         optimizer.step()
         optimizer.zero_grad()
-    end = load_file(tmp_path / "checkpoints" / "tokens-512" / "model.safetensors")
+    end = load_file(work_dir / "checkpoints" / "tokens-512" / "model.safetensors")
     for name, value in end.items():
         torch.testing.assert_close(value, names[name], rtol=1e-4, atol=2e-5, msg=name)
 

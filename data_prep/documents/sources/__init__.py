@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from bosch.errors import RunError, UserError
 from data_prep.documents.filters import Filters
 from data_prep.documents.mds_index import Shard
-from data_prep.source_files import files_of
+from data_prep.source_files import files_of, is_local
 
 if TYPE_CHECKING:
     from data_prep.documents.conversations import Conversation
@@ -86,21 +86,20 @@ class Kind:
 
     `about` describes it in the recipe's reference. `needs_path`: its documents are in files; of a
     folder those are read that end with one of `suffixes`. `has_fields`: they are records with
-    further fields. `takes_tokenizer`: they may be tokens of another model. `is_dataset`: it has
-    subsets and splits. `is_endless`: it generates documents without end, in the order of its parts.
+    further fields. `is_dataset`: it has subsets and splits. `is_endless`: it generates documents
+    without end, in the order of its parts.
     """
 
     about = ""
     suffixes: tuple[str, ...] = ("",)
     needs_path = True
     has_fields = False
-    takes_tokenizer = False
     is_dataset = False
     is_endless = False
 
     def is_remote(self, path: str) -> bool:
         """Whether the path is a name on the hub."""
-        return False
+        return self.is_dataset and not is_local(path)
 
     def files(self, where: str, path: str) -> list[Path]:
         """Its files, in order; raises UserError, with `where` as its path, if there are none."""

@@ -17,9 +17,6 @@ class _HuggingFace(Records):
     about = "a dataset of the hub, streamed, or of `save_to_disk`"
     is_dataset = True
 
-    def is_remote(self, path: str) -> bool:
-        return not is_local(path)
-
     def parts(self, source: Source, seed: int, sequence_length: int) -> Iterable[Part]:
         return [Part((), number) for number in range(_dataset(source).num_shards)]
 

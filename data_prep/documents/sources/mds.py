@@ -16,7 +16,6 @@ from data_prep.source_files import files_below
 
 class _Mds(Kind):
     about = "MDS shards below `path`"
-    takes_tokenizer = True
 
     def files(self, where: str, path: str) -> list[Path]:
         """The index files; only the merged index if a folder has one."""
