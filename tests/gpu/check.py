@@ -1,10 +1,11 @@
-"""Every test and measurement that needs a GPU, on one page: what launch/gpu_check.sh runs.
+"""What needs a GPU, on one page: what launch/gpu_check.sh runs.
 
-python -m tests.gpu.check PAGE
+python -m tests.gpu.check PAGE [--limit SECONDS] [--dry]
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import os
 import subprocess
@@ -19,15 +20,15 @@ from pipeline.recipe.load import ROOT
 from stages.versions import installed_versions
 
 PACKAGES = ("torch", "transformers", "flash-attn", "liger-kernel", "deepspeed", "triton")
-# Heading, and arguments of pytest or a module; -s, so that figures are printed.
+PYTEST = ("pytest", "-q", "-s")
+# Heading and arguments of a module, those of most worth first; pytest's -s prints figures.
 CHECKS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("Tests", ("pytest", "-q", "-s", "tests/gpu")),
-    ("Training: 1.7B shape, 32k, ρ = 0.75", ("tests.gpu.training",)),
-)
-# Needs no GPU, and shows that the parts above would start.
-DRY: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("Tests, collected", ("pytest", "-qq", "--collect-only", "tests/gpu")),
-    ("Training of a small shape", ("tests.gpu.training", "--small")),
+    ("Six steps at the shape of 1.7B, 32k tokens", ("tests.gpu.training",)),
+    ("The same with flex", ("tests.gpu.training", "--attention", "flex")),
+    ("Attention beside the best all-full kernel", (*PYTEST, "tests/gpu/test_attention_speed.py")),
+    ("Losses in bf16, and with Liger", (*PYTEST, "tests/gpu/test_train_on_gpu.py")),
+    ("Two layers of experts", ("tests.gpu.training", "--shape", "qwen3_30b_a3b", "--layers", "2")),
+    ("Attention against the oracle", (*PYTEST, "tests/gpu/test_attention_on_gpu.py")),
 )
 
 
@@ -46,38 +47,54 @@ def machine() -> str:
     )
 
 
-def run_check(arguments: tuple[str, ...]) -> tuple[int, str]:
-    """Exit status and output of a module of this Python."""
-    done = subprocess.run(
-        [sys.executable, "-m", *arguments], cwd=ROOT, check=False,
-        env={**os.environ, "TQDM_DISABLE": "1"},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    return done.returncode, done.stdout
+def run_check(arguments: tuple[str, ...], seconds: float) -> tuple[str, str]:
+    """What became of a module of this Python, which may take `seconds`; and its output."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", *arguments], cwd=ROOT, check=False, timeout=seconds,
+            env={**os.environ, "TQDM_DISABLE": "1"},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as late:
+        return "was stopped at the limit", (late.stdout or b"").decode(errors="replace")
+    if done.returncode:
+        return f"failed with status {done.returncode}", done.stdout
+    return "passed", done.stdout
 
 
-def main(page: Path) -> int:
+def dry(arguments: tuple[str, ...]) -> tuple[str, ...]:
+    """The arguments for tiny shapes; tests are only collected."""
+    return (*arguments, "--collect-only" if arguments[0] == "pytest" else "--small")
+
+
+def main(page: Path, limit: float, is_dry: bool) -> int:
     """Write the page; 0 when every check passed, 3 when there is no GPU to check."""
-    on_gpu = torch.cuda.is_available()
+    started, on_gpu = time.monotonic(), torch.cuda.is_available()
     page.parent.mkdir(parents=True, exist_ok=True)
     parts = [f"# GPU check, {datetime.date.today()}", machine()]
-    if not on_gpu:
-        parts.append("There is no GPU: only what needs none was run, and nothing is shown.")
+    if not on_gpu or is_dry:
+        parts.append("Tiny shapes: this shows that the parts start, and nothing else.")
     failed = False
-    for heading, arguments in CHECKS if on_gpu else DRY:
-        started = time.monotonic()
-        status, output = run_check(arguments)
-        failed |= status != 0
-        command = f"python -m {' '.join(arguments)}"
-        verdict = "passed" if status == 0 else f"failed with status {status}"
-        seconds = time.monotonic() - started
-        parts.append(f"## {heading}\n\n`{command}` {verdict} in {seconds:.0f} s\n\n```text")
+    for heading, arguments in CHECKS:
+        if not on_gpu or is_dry:
+            arguments = dry(arguments)
+        begun = time.monotonic()
+        left = limit - (begun - started)
+        found, output = run_check(arguments, left) if left > 0 else ("was not begun", "")
+        failed |= found != "passed"
+        verdict = f"{found}, {time.monotonic() - begun:.0f} s"
+        parts.append(f"## {heading}\n\n`python -m {' '.join(arguments)}` {verdict}\n\n```text")
         parts.append(output.strip()[-20_000:] + "\n```")
         page.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-        print(f"{heading}: {verdict}, {seconds:.0f} s")
+        print(f"{heading}: {verdict}", flush=True)
     print(f"written: {page}")
     return 1 if failed else 0 if on_gpu else 3
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("page", type=Path)
+    parser.add_argument("--limit", type=float, default=540.0, help="seconds for all parts")
+    parser.add_argument("--dry", action="store_true", help="tiny shapes, on any machine")
+    chosen = parser.parse_args()
+    sys.exit(main(chosen.page, chosen.limit, chosen.dry))

@@ -1,11 +1,13 @@
-"""Training at the shape of Qwen3-1.7B, 32k tokens, rho = 0.75: speed, memory, profile of a step.
+"""Training at a published shape, 32k tokens, rho = 0.75: speed, memory, profile of a step.
 
-python -m tests.gpu.training             one GPU of 80 GB
+python -m tests.gpu.training [--shape NAME] [--layers N] [--attention NAME]     one GPU of 80 GB
 python -m tests.gpu.training --small     a small shape on any machine: shows that it runs
 """
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import json
 import logging
 import statistics
@@ -27,27 +29,30 @@ from stages.train.memory import TrainingJob
 from stages.train.stage import TrainConfig, TrainingStep, read_metrics
 from tests.training_case import train_here, write_random_case
 
-SHAPE = ROOT / "recipes" / "shapes" / "qwen3_1p7b"
+SHAPES = ROOT / "recipes" / "shapes"
 SMALL = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512,
     "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16,
+    "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2,
 }  # fmt: skip
 RATIO, STEPS, PROFILED_STEP = 0.75, 6, 4
 MAX_ROWS = 25  # of the profile
 
 
-def make_case(folder: Path, small: bool) -> tuple[Any, int]:
+def make_case(folder: Path, shape: str, layers: int | None, small: bool) -> tuple[Any, int]:
     """Write a hybrid of random weights and random tokens; its configuration and sequence length."""
     length, window = (512, 64) if small else (32768, 1024)
-    config = AutoConfig.from_pretrained(SHAPE)
-    if small:
-        config.update({**SMALL, "layer_types": ["full_attention"] * SMALL["num_hidden_layers"]})
+    config = AutoConfig.from_pretrained(SHAPES / shape)
+    changes = {name: size for name, size in SMALL.items() if hasattr(config, name)} if small else {}
+    count = layers or changes.get("num_hidden_layers", config.num_hidden_layers)
+    full = ["full_attention"] * count
+    config.update({**changes, "num_hidden_layers": count, "layer_types": full})
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     sliding = round(RATIO * config.num_key_value_heads)
     write_random_case(folder, base, sliding, window, length, STEPS)
-    return config, length
+    return AutoConfig.from_pretrained(folder / "materialize" / "model"), length
 
 
 def profile_one_step(tables: list[str]) -> None:
@@ -87,18 +92,20 @@ def report(config: Any, length: int, train: dict[str, Any], runtime: dict[str, A
     print(json.dumps({name: round(size / 2**30, 3) for name, size in memory.parts.items()}))
 
 
-def main(small: bool) -> None:
+def main(shape: str, layers: int | None, attention: str, small: bool) -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stdout)
     on_gpu = torch.cuda.is_available()
     with tempfile.TemporaryDirectory() as folder:
         case = Path(folder)
-        config, length = make_case(case, small)
+        config, length = make_case(case, shape, layers, small)
         train: dict[str, Any] = {
             "total_tokens": STEPS * length, "batch_tokens": length, "checkpoint_tokens": [],
-            "mixed_precision": "bf16" if on_gpu else "no", "liger": on_gpu,
+            "mixed_precision": "bf16" if on_gpu else "no",
+            "liger": on_gpu and importlib.util.find_spec("liger_kernel") is not None,
         }  # fmt: skip
         runtime: dict[str, Any] = {
             "checkpointing": "full", "micro_batch_size": 1, "save_every_steps": 1000,
+            "attention": attention if on_gpu else "auto",
         }  # fmt: skip
         tables: list[str] = []
         profile_one_step(tables)
@@ -108,4 +115,10 @@ def main(small: bool) -> None:
 
 
 if __name__ == "__main__":
-    main("--small" in sys.argv)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="qwen3_1p7b", help="a folder of recipes/shapes")
+    parser.add_argument("--layers", type=int, help="default: all of the shape")
+    parser.add_argument("--attention", default="auto", help="as runtime.attention")
+    parser.add_argument("--small", action="store_true")
+    chosen = parser.parse_args()
+    main(chosen.shape, chosen.layers, chosen.attention, chosen.small)
