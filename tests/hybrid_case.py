@@ -10,7 +10,6 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from bosch.heads import HeadMask
-from bosch.model.families import FAMILIES
 from bosch.model.loading import auto_class
 from bosch.model.search_mode import mask_shape
 
@@ -185,7 +184,7 @@ _VISION = {
     "embed_dim": 16, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
     "head_dim": 8, "num_key_value_heads": 2, "global_head_dim": 8,
 }  # fmt: skip
-FAMILY_NAMES = tuple(name for name in _EXTRA if FAMILIES[name].is_installed)
+FAMILY_NAMES = tuple(_EXTRA)
 # Families of each kind: dense, fused, with experts, with images, with sink logits, with layers that
 # slide or hold a state of fixed size. `launch/test.sh full` tests all.
 _EIGHT = ("qwen3", "llama", "gemma3", "gpt_oss", "qwen3_moe", "phi3", "olmo3", "qwen3_next")

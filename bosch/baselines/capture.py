@@ -19,7 +19,7 @@ from torch.nn import functional
 from bosch.attention import AttentionCall, LogitTransform, compute_attention
 from bosch.attention.kernels import fused_attention
 from bosch.heads import HeadMask
-from bosch.model.families import family_of, text_config
+from bosch.model.families import check_family, text_config
 from bosch.model.interface import attention_modules
 from bosch.model.search_mode import head_mask, mask_shape
 from bosch.objective.calibration import CalibrationExample, CalibrationSet
@@ -108,7 +108,7 @@ def summed_terms(
 
 @contextlib.contextmanager
 def _captured(model: Any, visit: Visit) -> Iterator[None]:
-    family_of(model.config)  # raises for families that are not supported
+    check_family(model.config)  # raises for families that are not supported
     full = HeadMask.all_full(*mask_shape(model.config))
     with contextlib.ExitStack() as stack:
         stack.enter_context(head_mask(model, full, Window(1)))  # not used by any head

@@ -25,22 +25,20 @@ from transformers import CONFIG_MAPPING
 from bosch.errors import UserError
 from bosch.mlx.cache import HybridLayerCache, LayerPass, check_caches, grouped_attention
 from bosch.model.deploy_mode import deploy_layouts
-from bosch.model.families import FAMILIES, HYBRID_PREFIX, Family, decoder_layers
+from bosch.model.families import HYBRID_PREFIX, decoder_layers
 from bosch.model.loading import full_attention_config
 from bosch.model.published import published_names, renames_weights
 from bosch.model.registration import register_model
 
 
-def published_arrays(
-    weights: dict[str, mx.array], family: Family, config: Any
-) -> dict[str, mx.array]:
+def published_arrays(weights: dict[str, mx.array], config: Any) -> dict[str, mx.array]:
     """`weights` with fused experts split; those that mlx-lm has quantised have its names."""
     quantised = any(name.endswith(".scales") for name in weights)
-    if quantised or not renames_weights(family):
+    if quantised or not renames_weights(config):
         return weights
     # One at a time, since mlx reads a weight when it is needed.
     tensors = ((name, _tensor(weights[name])) for name in list(weights))
-    return {name: _array(tensor) for name, tensor in published_names(tensors, family, config)}
+    return {name: _array(tensor) for name, tensor in published_names(tensors, config)}
 
 
 def _tensor(array: mx.array) -> Tensor:
@@ -85,37 +83,37 @@ class _Finder(MetaPathFinder):
         prefix = _MODELS + HYBRID_PREFIX
         if not fullname.startswith(prefix):
             return None
-        family = served_family(fullname.removeprefix(prefix))
-        name = MODEL_REMAPPING.get(family.model_type, family.model_type)
+        model_type = fullname.removeprefix(prefix)
+        check_served(model_type)
+        name = MODEL_REMAPPING.get(model_type, model_type)
         base = importlib.util.find_spec(_MODELS + name)
         assert base is not None and base.origin is not None
         loader = _HybridLoader(fullname, base.origin)
-        loader.family = family
+        loader.model_type = model_type
         return importlib.util.spec_from_loader(fullname, loader, origin=base.origin)
 
 
-def served_family(model_type: str) -> Family:
-    """The family of a model type; raises UserError if it is not supported."""
+def check_served(model_type: str) -> None:
+    """Raise UserError if a model type is not supported."""
     if model_type not in SERVED:
         raise UserError(
             f"mlx-lm: hybrid models of type '{model_type}' are not supported; supported are "
             f"{', '.join(SERVED)}; run others with transformers or vLLM"
         )
-    return FAMILIES[model_type]
 
 
 class _HybridLoader(SourceFileLoader):
     """Runs mlx-lm's source of a family, then replaces its classes by hybrid ones."""
 
-    family: Family
+    model_type: str
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
-        register_model(self.family.model_type)
+        register_model(self.model_type)
         loaded: Any = module
         setattr(loaded, _ATTENTION, grouped_attention(getattr(loaded, _ATTENTION)))
         loaded.ModelArgs = _args_of(loaded.ModelArgs)
-        loaded.Model = _model_of(loaded.Model, self.family)
+        loaded.Model = _model_of(loaded.Model)
 
 
 def _args_of(base: Any) -> Any:
@@ -170,7 +168,7 @@ def _base_fields(base: Any) -> dict[str, Any]:
     return content
 
 
-def _model_of(base: Any, family: Family) -> Any:
+def _model_of(base: Any) -> Any:
     class HybridModel(base):  # type: ignore[misc]
         """mlx-lm's model of a family, with a cache for each group of heads."""
 
@@ -198,7 +196,7 @@ def _model_of(base: Any, family: Family) -> Any:
 
         def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
             """Weights under mlx-lm's names, from those of a hybrid or of mlx-lm."""
-            weights = published_arrays(weights, family, self.args.hybrid_config)
+            weights = published_arrays(weights, self.args.hybrid_config)
             return dict(super().sanitize(weights)) if hasattr(base, "sanitize") else weights
 
         def shard(self, group: Any = None) -> None:

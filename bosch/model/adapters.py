@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from bosch.errors import UserError
-from bosch.model.families import HYBRID_PREFIX, decoder_layers, known_family, text_config
+from bosch.model.families import HYBRID_PREFIX, decoder_layers
 from bosch.model.head_table import head_orders
 from bosch.model.permutation import reorder_weight
 
@@ -26,10 +26,10 @@ def reorder_adapters(hybrid: Any, weights: dict[str, Tensor], *others: Any) -> N
     foreign = {name for name, config in configs.items() if not _is_of_hybrid(config, hybrid)}
     if not foreign:
         return
-    family, layers = known_family(hybrid.config), decoder_layers(hybrid.config)
-    q_per_kv = text_config(hybrid.config).num_attention_heads // layers.heads
-    orders = dict(zip(layers.full, head_orders(hybrid.config), strict=True))
-    inside = re.compile(rf"(?:^|\.)layers\.(\d+)\.{family.attention}\.(\w+)\.(.+)$")
+    head_weights = hybrid.config.hybrid_attention["weights"]
+    orders = dict(zip(decoder_layers(hybrid.config).full, head_orders(hybrid.config), strict=True))
+    linear = "|".join(re.escape(name.removesuffix(".weight")) for name in head_weights)
+    inside = re.compile(rf"(?:^|\.)layers\.(\d+)\.({linear})\.(.+)$")
     moved = set()
     for name, weight in weights.items():
         place = inside.search(name)
@@ -45,9 +45,9 @@ def reorder_adapters(hybrid: Any, weights: dict[str, Tensor], *others: Any) -> N
                 "on the hybrid, or merge it into the base model before materialize"
             )
         moved.add(adapter)
-        if (kind == "lora_A") is (place[2] == family.output):
-            order = orders[int(place[1])]
-            weights[name] = reorder_weight(family, f"{place[2]}.weight", weight, order, q_per_kv)
+        axis, sizes = head_weights[f"{place[2]}.weight"]
+        if (kind == "lora_A") is (axis == 1):
+            weights[name] = reorder_weight(weight, axis, sizes, orders[int(place[1])])
     for adapter in moved:
         configs[adapter].base_model_name_or_path = hybrid.config.name_or_path
 

@@ -12,7 +12,6 @@ from collections import defaultdict
 from importlib import resources
 
 from bosch.backends import BACKENDS
-from bosch.model.families import Family
 from bosch.version import VERSION
 
 
@@ -47,27 +46,22 @@ from __future__ import annotations
 
 _TAIL = '''
 
-def code_file(family: Family) -> str:
+def code_file(*names: str) -> str:
     """The text of this file, which a saved model carries on."""
     return Path(__file__).read_text(encoding="utf-8")
 
 
-{config} = hybrid_config_class(FAMILIES["{model_type}"])
-{decoder} = hybrid_decoder_class(FAMILIES["{model_type}"])
-{model} = hybrid_model_class(FAMILIES["{model_type}"])
+Hybrid{config} = hybrid_config_class("{model_type}")
+Hybrid{decoder} = hybrid_decoder_class("{model_type}")
+Hybrid{model} = hybrid_model_class("{model_type}")
 '''
 
 
 @functools.cache
-def code_file(family: Family) -> str:
+def code_file(model_type: str, config: str, decoder: str, model: str) -> str:
     """Source of a family's classes without bosch; RuntimeError if its modules cannot be joined."""
-    head = _HEAD.format(model=family.base_model_class, version=VERSION)
-    tail = _TAIL.format(
-        config=family.config_class,
-        model=family.model_class,
-        decoder=family.decoder_class,
-        model_type=family.model_type,
-    )
+    head = _HEAD.format(model=model, version=VERSION)
+    tail = _TAIL.format(config=config, model=model, decoder=decoder, model_type=model_type)
     return head + _joined(MODULES) + "\n" + tail
 
 

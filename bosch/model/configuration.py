@@ -9,11 +9,18 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_MAPPING,
+    PreTrainedConfig,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from bosch.errors import UserError
 from bosch.model.code_file import code_file
-from bosch.model.families import BASE_PREFIX, FAMILIES, HYBRID_PREFIX, Family
+from bosch.model.families import BASE_PREFIX, HYBRID_PREFIX
 
 CODE_FILE = "modeling_hybrid.py"
 _TEXT = "text_config"
@@ -73,29 +80,42 @@ class HybridConfigMixin:
             choose.fset(self, value)
 
 
-def _save_of(family: Family, parent: Any) -> Any:
+def takes_more_than_text(model_type: str) -> bool:
+    """Whether models of a type have a text decoder as one of their parts."""
+    config: Any = CONFIG_MAPPING[model_type]
+    return _TEXT in config.sub_configs
+
+
+def base_classes(model_type: str) -> tuple[Any, Any, Any]:
+    """transformers' classes of a family: configuration, decoder, and model with a head."""
+    config: Any = CONFIG_MAPPING[model_type]
+    models: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    if takes_more_than_text(model_type):
+        models = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return config, MODEL_MAPPING[config], models[config]
+
+
+def _save_of(model_type: str, parent: Any) -> Any:
     """`save_pretrained`, also of models, that writes the code file and names it in the config."""
 
     @functools.wraps(parent.save_pretrained)
     def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / CODE_FILE).write_text(code_file(family), encoding="utf-8")
-        module = CODE_FILE.removesuffix(".py")
-        names = ["AutoModelForCausalLM"]
-        if family.takes_more_than_text:
-            names.append("AutoModelForImageTextToText")
-        self.auto_map = {
-            "AutoConfig": f"{module}.{family.config_class}",
-            "AutoModel": f"{module}.{family.decoder_class}",
-            **dict.fromkeys(names, f"{module}.{family.model_class}"),
-        }
+        names = [base.__name__ for base in base_classes(model_type)]
+        (folder / CODE_FILE).write_text(code_file(model_type, *names), encoding="utf-8")
+        autos = ["AutoConfig", "AutoModel", "AutoModelForCausalLM"]
+        places = [f"{CODE_FILE.removesuffix('.py')}.Hybrid{name}" for name in names]
+        if takes_more_than_text(model_type):
+            autos.append("AutoModelForImageTextToText")
+            places.append(places[-1])
+        self.auto_map = dict(zip(autos, places, strict=True))
         return parent.save_pretrained(self, save_directory, *args, **kwargs)
 
     return save_pretrained
 
 
-def _init_of(family: Family, parent: Any) -> Any:
+def _init_of(model_type: str, parent: Any) -> Any:
     """`__init__` of a hybrid's config class that accepts the result of `to_dict`."""
     fill = parent.__init__
 
@@ -103,13 +123,13 @@ def _init_of(family: Family, parent: Any) -> Any:
     def __init__(self: Any, **kwargs: Any) -> None:
         is_hybrid = kwargs.get("hybrid_attention") is not None
         text = kwargs.get(_TEXT)
-        if family.takes_more_than_text and isinstance(text, dict):
+        if takes_more_than_text(model_type) and isinstance(text, dict):
             text_class: Any = CONFIG_MAPPING[text["model_type"]]
             kwargs[_TEXT] = _restored(text, text_class, is_hybrid)
         else:
             kwargs = _restored(kwargs, parent, is_hybrid)
         fill(self, **kwargs)
-        if family.takes_more_than_text:
+        if takes_more_than_text(model_type):
             self.text_config.__class__ = _part_class(type(self.text_config))
 
     return __init__
@@ -129,13 +149,13 @@ def _restored(content: dict[str, Any], config_class: Any, is_hybrid: bool) -> di
     return content
 
 
-def _to_dict_of(family: Family, parent: Any) -> Any:
+def _to_dict_of(model_type: str, parent: Any) -> Any:
     """`to_dict` of a family in a form that the family's own config class refuses."""
 
     @functools.wraps(parent.to_dict)
     def to_dict(self: Any) -> dict[str, Any]:
         content: dict[str, Any] = parent.to_dict(self)
-        if family.takes_more_than_text:
+        if takes_more_than_text(model_type):
             return content | {_TEXT: _refusing(content[_TEXT])}
         return _refusing(content)
 
@@ -157,32 +177,32 @@ def _part_class(base: Any) -> Any:
 
 
 @functools.cache
-def hybrid_config_class(family: Family) -> Any:
+def hybrid_config_class(model_type: str) -> Any:
     """Config class of hybrids: the family's, with `hybrid_attention`."""
-    base: Any = CONFIG_MAPPING[family.model_type]
+    base: Any = CONFIG_MAPPING[model_type]
     body = {
-        "model_type": family.hybrid_type,
+        "model_type": HYBRID_PREFIX + model_type,
         "hybrid_attention": None,
         "__annotations__": {"hybrid_attention": "dict | None"},
         "__module__": __name__,
-        "to_dict": _to_dict_of(family, base),
-        "save_pretrained": _save_of(family, base),
+        "to_dict": _to_dict_of(model_type, base),
+        "save_pretrained": _save_of(model_type, base),
         "__doc__": f"{base.__name__} of a model with full and sliding heads.",
     }
-    created: Any = type(family.config_class, (HybridConfigMixin, base), body)
-    created.__init__ = _init_of(family, created)
-    globals()[family.config_class] = created
+    name = f"Hybrid{base.__name__}"
+    created: Any = type(name, (HybridConfigMixin, base), body)
+    created.__init__ = _init_of(model_type, created)
+    globals()[name] = created
     return created
 
 
 def __getattr__(name: str) -> Any:
     """A family's config class by its name, for unpickling in another process."""
-    for family in FAMILIES.values():
-        hybrid_name = family.config_class if family.is_installed else ""
-        if hybrid_name == name:
-            return hybrid_config_class(family)
-        if hybrid_name == f"Hybrid{name}":
-            return _part_class(CONFIG_MAPPING[family.model_type])
+    for model_type, base in CONFIG_MAPPING_NAMES.items():
+        if name == f"Hybrid{base}":
+            return hybrid_config_class(model_type)
+        if name == base:
+            return _part_class(CONFIG_MAPPING[model_type])
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
 
 

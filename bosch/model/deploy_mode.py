@@ -14,12 +14,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    MODEL_MAPPING,
-)
 from transformers.cache_utils import DynamicCache, StaticCache
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
@@ -29,12 +23,12 @@ from bosch.backends import BACKENDS, check_backend, resolve_backend
 from bosch.errors import UserError
 from bosch.model.adapters import reorder_adapters
 from bosch.model.cache import CACHE_NAME, HeadGroupsLayer, HybridCache
-from bosch.model.configuration import choosing_attention, hybrid_config_class
+from bosch.model.configuration import base_classes, choosing_attention, hybrid_config_class
 from bosch.model.families import (
     LAYER_KINDS,
-    Family,
     attention_needs,
     decoder_layers,
+    mixes_documents,
     text_config,
 )
 from bosch.model.head_table import heads_by_window
@@ -91,8 +85,6 @@ def _check_base_types(config: Any, where: str) -> None:
 class HybridModelMixin:
     """Adds layouts, a backend and a cache to the model class of a family."""
 
-    _family: Family
-
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         layouts = deploy_layouts(config)
         parent: Any = super()
@@ -103,7 +95,7 @@ class HybridModelMixin:
         self._install(layouts)
         self.register_load_state_dict_pre_hook(reorder_adapters)  # type: ignore[attr-defined]
         # At the decoder, since libraries replace the `forward` of the whole model.
-        prepare = functools.partial(_prepare_pass, self._family)
+        prepare = functools.partial(_prepare_pass, mixes_documents(config))
         self.get_decoder().register_forward_pre_hook(prepare, with_kwargs=True)  # type: ignore[attr-defined]
 
     @classmethod
@@ -315,7 +307,7 @@ def _restarts(positions: Any) -> bool:
 
 
 def _prepare_pass(
-    family: Family, decoder: Any, args: Any, kwargs: Any
+    mixes: bool, decoder: Any, args: Any, kwargs: Any
 ) -> tuple[tuple[()], dict[str, Any]]:
     """Arguments of a decoder's pass, with a hybrid cache if the pass would make a cache.
 
@@ -339,11 +331,11 @@ def _prepare_pass(
     if undecided:
         use_cache = bool(decoder.config.use_cache) and not decoder.training
     cached = past is not None or bool(use_cache)
-    may_mix = cached or not family.separates_documents
+    may_mix = cached or mixes
     # Reading positions breaks a compiled graph, so do it there only if the cache depends on them.
     reads_positions = may_mix and (undecided or not torch.compiler.is_compiling())
     if positions is not None and reads_positions and _restarts(positions):
-        if not family.separates_documents:
+        if mixes:
             raise ValueError(
                 "models of this type do not keep packed documents apart, and position_ids start "
                 "again within a row: pass one document per row, with an attention_mask where rows "
@@ -370,29 +362,24 @@ def _parameters(decoder_class: Any) -> tuple[str, ...]:
 
 
 @functools.cache
-def hybrid_model_class(family: Family) -> Any:
+def hybrid_model_class(model_type: str) -> Any:
     """Causal language model class of a family's hybrid models."""
-    models = MODEL_FOR_CAUSAL_LM_MAPPING
-    if family.takes_more_than_text:
-        models = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    created = _hybrid_class(family, models, family.model_class)
-    _name_in_transformers(family.model_class, created)
+    created = _hybrid_class(model_type, base_classes(model_type)[2])
+    _name_in_transformers(created.__name__, created)
     return created
 
 
 @functools.cache
-def hybrid_decoder_class(family: Family) -> Any:
+def hybrid_decoder_class(model_type: str) -> Any:
     """Class of a family's hybrid models without a head, for AutoModel."""
-    return _hybrid_class(family, MODEL_MAPPING, family.decoder_class)
+    return _hybrid_class(model_type, base_classes(model_type)[1])
 
 
-def _hybrid_class(family: Family, models: Any, name: str) -> Any:
-    base = models[CONFIG_MAPPING[family.model_type]]
-    config_class = hybrid_config_class(family)
+def _hybrid_class(model_type: str, base: Any) -> Any:
+    config_class, name = hybrid_config_class(model_type), f"Hybrid{base.__name__}"
     body = {
         "config_class": config_class,
         "config": config_class,
-        "_family": family,
         "__module__": __name__,
         "__doc__": f"{base.__name__} with full and sliding heads in each layer.",
         "_can_set_attn_implementation_cached_value": True,

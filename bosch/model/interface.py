@@ -27,7 +27,7 @@ from bosch.attention import (
     pass_context,
 )
 from bosch.errors import UserError
-from bosch.model.families import decoder_layers, known_family
+from bosch.model.families import base_type, decoder_layers
 from bosch.window import Window
 
 # A model's code file has a copy of these modules, with its own classes and its own name for them.
@@ -81,8 +81,16 @@ def attention_modules(model: Any) -> list[nn.Module]:
 
 
 def attention_module(model: Any, layer: int) -> nn.Module:
-    """The attention module of a decoder layer."""
-    return getattr(model.get_decoder().layers[layer], known_family(model.config).attention)
+    """The attention module of a decoder layer; UserError if it is not clear which it is."""
+    layers = getattr(model.get_decoder(), "layers", None)
+    children = [] if layers is None else layers[layer].children()
+    found = [child for child in children if "Attention" in type(child).__name__]
+    if len(found) != 1:
+        raise UserError(
+            f"models of type '{base_type(model.config)}' cannot be made hybrid: layer {layer} of "
+            f"their decoder has {len(found)} modules of attention"
+        )
+    return found[0]
 
 
 def set_layouts(model: Any, layouts: Sequence[HeadLayout | None], backend: str) -> None:

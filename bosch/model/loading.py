@@ -21,7 +21,7 @@ from bosch.errors import UserError
 from bosch.files import check_hub_cache
 from bosch.model.configuration import base_content, is_hybrid
 from bosch.model.deploy_mode import check_weights, deploy_layouts
-from bosch.model.families import FAMILIES, HYBRID_PREFIX, drop_idle_window
+from bosch.model.families import base_type, drop_idle_window, text_config
 from bosch.model.registration import register_model
 from bosch.model.untrusted import DEQUANTISED, check_faults, model_file_fault, model_file_faults
 from bosch.weight_files import weight_faults
@@ -59,10 +59,7 @@ def load_config(path: str, *, revision: str | None = None, trust_remote_code: bo
 
 def auto_class(config: Any) -> Any:
     """transformers' auto class that loads the whole model, images included."""
-    family = FAMILIES.get(str(config.model_type).removeprefix(HYBRID_PREFIX))
-    if family is not None and family.takes_more_than_text:
-        return AutoModelForImageTextToText
-    return AutoModelForCausalLM
+    return AutoModelForCausalLM if text_config(config) is config else AutoModelForImageTextToText
 
 
 def load_model(
@@ -147,7 +144,7 @@ def _attention(config: Any, backend: str) -> str | None:
     if not is_hybrid(config):
         # Not that of config.json, which transformers might download from the hub as a kernel.
         return None
-    register_model(config.model_type.removeprefix(HYBRID_PREFIX))
+    register_model(base_type(config))
     deploy_layouts(config)
     return resolve_backend(backend)
 
@@ -188,8 +185,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 def full_attention_config(config: Any) -> Any:
     """Configuration for a hybrid's weights with full heads; untrained, it is the original model."""
-    model_type = config.model_type.removeprefix(HYBRID_PREFIX)
-    return AutoConfig.for_model(model_type, **base_content(config))
+    return AutoConfig.for_model(base_type(config), **base_content(config))
 
 
 # Errors that configuration classes raise for unexpected values, deliberately or not.

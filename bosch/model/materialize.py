@@ -14,11 +14,11 @@ from bosch.errors import RunError, UserError
 from bosch.heads import HeadMask
 from bosch.model.configuration import hybrid_config_class
 from bosch.model.deploy_mode import hybrid_model_class
-from bosch.model.families import family_of, known_family, text_config
+from bosch.model.families import check_family, decoder_layers, text_config
 from bosch.model.head_table import head_table
-from bosch.model.interface import attention_modules
+from bosch.model.head_weights import measure_head_weights
 from bosch.model.loading import parameters_on_meta
-from bosch.model.permutation import reorder_weight
+from bosch.model.permutation import HeadWeights, in_order
 from bosch.model.registration import register_model
 from bosch.model.search_mode import check_fit, mask_shape
 from bosch.window import Window, Windows
@@ -28,26 +28,23 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 HeadOrder: TypeAlias = Sequence[Sequence[int]]  # the KV heads of each layer in their new order
 
 
-def permute_heads(model: Any, order: HeadOrder) -> Iterator[tuple[str, Tensor]]:
+def permute_heads(
+    model: Any, order: HeadOrder, head_weights: HeadWeights
+) -> Iterator[tuple[str, Tensor]]:
     """Names and weights of `model`, one by one, each layer's KV heads in `order` (BOSCH B.2).
 
     Weights without heads are the model's own tensors.
     """
-    family = known_family(model.config)
-    names = {id(module): name for name, module in model.named_modules()}
-    text = text_config(model.config)
-    q_per_kv = text.num_attention_heads // len(order[0])
-    modules = attention_modules(model)
-    orders = {f"{names[id(module)]}.": heads for module, heads in zip(modules, order, strict=True)}
+    orders = dict(zip(decoder_layers(model.config).full, order, strict=True))
+    layers = model.get_decoder().layers
+    prefix = next(name for name, module in model.named_modules() if module is layers)
     weights = dict(model.state_dict())
     for name in list(weights):
-        prefix = next((prefix for prefix in orders if name.startswith(prefix)), None)
         # Popped within the expression, so that no reference to the weight remains here.
-        if prefix is None:
+        if name.startswith(f"{prefix}."):
+            yield name, in_order(name, weights.pop(name), head_weights, orders)
+        else:
             yield name, weights.pop(name)
-            continue
-        weight_name = name.removeprefix(prefix)
-        yield name, reorder_weight(family, weight_name, weights.pop(name), orders[prefix], q_per_kv)
 
 
 def materialize(model: Any, mask: HeadMask, windows: Windows, *, take_weights: bool = False) -> Any:
@@ -60,7 +57,7 @@ def materialize(model: Any, mask: HeadMask, windows: Windows, *, take_weights: b
     `import bosch`. Raises UserError when the family is not supported, mask or windows do not fit
     the model, or some of its weights are offloaded, adapters or quantised.
     """
-    family_of(model.config)  # reported before a mask that does not fit
+    check_family(model.config)  # reported before a mask that does not fit
     check_fit(model.config, mask, windows)
     table = head_table(mask.windows_per_layer(windows))
     return _hybrid(model, table, mask.head_order(), take_weights)
@@ -68,19 +65,21 @@ def materialize(model: Any, mask: HeadMask, windows: Windows, *, take_weights: b
 
 def _hybrid(model: Any, table: dict[str, Any], order: HeadOrder, take_weights: bool) -> Any:
     """The hybrid with `table` in its configuration and heads in `order`."""
-    family = family_of(model.config)
-    register_model(family.model_type)
+    _check_weights_in_memory(model)
+    head_weights, mixes = measure_head_weights(model)
+    table |= {"weights": head_weights, "mixes_documents": mixes}
+    register_model(model.config.model_type)
     content = model.config.to_dict()
     for name in ("model_type", "architectures", "_name_or_path", "transformers_version"):
         content.pop(name, None)
-    config = hybrid_config_class(family)(**content, hybrid_attention=table)
+    config = hybrid_config_class(model.config.model_type)(**content, hybrid_attention=table)
     if has_own_head(model):
         untie(config)
     with parameters_on_meta():
-        hybrid = hybrid_model_class(family)._from_config(config, dtype=model.dtype)
+        hybrid = hybrid_model_class(model.config.model_type)._from_config(config, dtype=model.dtype)
     _check_plain_weights(model, hybrid)
     device = model.device  # that of the first weight, which is moved first
-    for name, weight in permute_heads(model, order):
+    for name, weight in permute_heads(model, order, head_weights):
         # Keep its dtype: transformers keeps some weights of a bf16 model in float32.
         _replace(hybrid, name, weight if take_weights else weight.clone())
         if take_weights:
@@ -113,7 +112,8 @@ def check_hybrid(model: Any, tokens: Tensor) -> None:
         finally:
             order = [np.argsort(heads).tolist() for heads in mask.head_order()]
             names = model.state_dict().keys()
-            for name, weight in permute_heads(hybrid, order):
+            head_weights = hybrid.config.hybrid_attention["weights"]
+            for name, weight in permute_heads(hybrid, order, head_weights):
                 if name in names:
                     _replace(model, name, weight)
             if not has_own_head(hybrid):
@@ -151,15 +151,18 @@ def untie(config: Any) -> None:
 
 
 def _check_plain_weights(model: Any, hybrid: Any) -> None:
-    """Raise UserError unless `model` holds the weights of its family's class, all in memory."""
-    weights, names = model.state_dict(), hybrid.state_dict().keys()
-    if others := weights.keys() ^ names:
+    """Raise UserError unless `model` holds the weights of its family's class."""
+    if others := model.state_dict().keys() ^ hybrid.state_dict().keys():
         name = min(others)
         raise UserError(
             f"the model is not as its class makes it, its weights differ in {name}: before "
             "materialize, merge its adapters into it (merge_and_unload of PEFT), and load it "
             "without quantisation"
         )
+
+
+def _check_weights_in_memory(model: Any) -> None:
+    weights = model.state_dict()
     offloaded = [name for name, weight in weights.items() if weight.is_meta]
     if offloaded:
         raise UserError(

@@ -13,22 +13,22 @@ from torch import Tensor
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from bosch.model.families import Family
+from bosch.model.families import base_type
 
 # Conversions of a family's published weights; None where there are none. The function is untyped.
 _conversions: Any = get_checkpoint_conversion_mapping
 
 
-def renames_weights(family: Family) -> bool:
-    """Whether published checkpoints of a family have other names than its hybrids."""
-    return _conversions(family.model_type) is not None
+def renames_weights(config: Any) -> bool:
+    """Whether published checkpoints have other names than hybrids of their family."""
+    return _conversions(base_type(config)) is not None
 
 
 def published_names(
-    weights: Iterable[tuple[str, Tensor]], family: Family, config: Any
+    weights: Iterable[tuple[str, Tensor]], config: Any
 ) -> Iterator[tuple[str, Tensor]]:
     """`weights`, one by one, under the published names; no published weight combines several."""
-    conversions = _conversions(family.model_type)
+    conversions = _conversions(base_type(config))
     if conversions is None:
         yield from weights
         return

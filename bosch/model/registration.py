@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from bosch.errors import UserError
-from bosch.model.families import FAMILIES, HYBRID_PREFIX
+from bosch.model.families import HYBRID_PREFIX
 
 _CONFIGS = "transformers.models.auto.configuration_auto"
 
@@ -75,28 +75,31 @@ class _Finder(MetaPathFinder):
 
 
 def register_model(model_type: str) -> None:
-    """Register the hybrid form of a model type, if it has one; harmless when called again."""
-    from transformers.models.auto import modeling_auto
-    from transformers.models.auto.configuration_auto import AutoConfig
+    """Register the hybrid form of a model type; harmless when called again.
 
-    from bosch.model.configuration import hybrid_config_class
+    Raises UserError for a type that transformers does not know, or that is no decoder.
+    """
+    from transformers.models.auto import modeling_auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
+
+    from bosch.model.configuration import hybrid_config_class, takes_more_than_text
     from bosch.model.deploy_mode import hybrid_decoder_class, hybrid_model_class
     from bosch.model.interface import register_attention
 
     register_attention()
-    family = FAMILIES.get(model_type)
-    if family is None or family.is_part:
-        return
-    if not family.is_installed:  # an older transformers, as pinned by vLLM's builds
+    try:
+        if model_type not in CONFIG_MAPPING:  # an older transformers, as pinned by vLLM's builds
+            raise KeyError(model_type)
+        config, model = hybrid_config_class(model_type), hybrid_model_class(model_type)
+    except KeyError:
         raise UserError(
-            f"transformers {version('transformers')} has no models of type '{model_type}': "
-            "docs/reference/families.md names the first version with it; install that or a newer"
-        )
-    config, model = hybrid_config_class(family), hybrid_model_class(family)
-    AutoConfig.register(family.hybrid_type, config, exist_ok=True)
+            f"transformers {version('transformers')} has no decoders of type '{model_type}'; "
+            "docs/reference/families.md names families that need a newer version"
+        ) from None
+    AutoConfig.register(HYBRID_PREFIX + model_type, config, exist_ok=True)
     modeling_auto.AutoModelForCausalLM.register(config, model, exist_ok=True)
-    modeling_auto.AutoModel.register(config, hybrid_decoder_class(family), exist_ok=True)
-    if family.takes_more_than_text:
+    modeling_auto.AutoModel.register(config, hybrid_decoder_class(model_type), exist_ok=True)
+    if takes_more_than_text(model_type):
         modeling_auto.AutoModelForImageTextToText.register(config, model, exist_ok=True)
 
 

@@ -55,7 +55,7 @@ def prepare_for_search(model: Any, backend: str = "auto") -> None:
 
     Raises UserError when the family or the backend cannot be used.
     """
-    families.family_of(model.config)
+    families.check_family(model.config)
     name = resolve_backend(backend)
     interface.register_attention()
     model.get_decoder().set_attn_implementation(interface.NAME)  # without a model's image encoder

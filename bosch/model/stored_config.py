@@ -15,7 +15,9 @@ from bosch.model import families
 
 _HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
 # Fields of config.json with which layers or their heads may differ.
-_DIFFERENCES = ("per_layer_config", "global_head_dim")
+_DIFFERENCES = ("per_layer_config", "global_head_dim", "attn_logit_softcapping", "text_config")
+# Families that cap attention scores also if the file does not say so.
+_CAPPED = ("gemma2", "vaultgemma")
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,11 +79,10 @@ class StoredConfig:
     def loaded(self) -> Any:
         """The configuration as transformers loads it.
 
-        Importing transformers takes seconds, so it is avoided for model types that bosch refuses,
-        and if config.json itself shows that all layers have full attention with the same heads.
+        Importing transformers takes seconds, so it is avoided if config.json itself shows that all
+        layers have full attention with the same heads.
         """
-        family = families.FAMILIES.get(self._model_type)
-        if family is None or self._is_plain(family):
+        if self._is_plain:
             return SimpleNamespace(**{**self.content, "model_type": self._model_type})
         return self.of_transformers()
 
@@ -106,24 +107,18 @@ class StoredConfig:
         return config
 
     @property
-    def takes_more_than_text(self) -> bool:
-        """Whether the model is multimodal."""
-        family = families.FAMILIES.get(self._model_type)
-        return family is not None and family.takes_more_than_text
-
-    @property
     def _model_type(self) -> str:
         return str(self.content.get("model_type")).removeprefix(families.HYBRID_PREFIX)
 
-    def _is_plain(self, family: families.Family) -> bool:
+    @property
+    def _is_plain(self) -> bool:
         """Whether the file itself shows full attention with the same heads in all layers."""
         types = self.content.get("layer_types")
         return (
             isinstance(types, list)
+            and self._model_type not in _CAPPED
             and types == [families.FULL_ATTENTION] * self.layers
             and all(isinstance(self.content.get(name), int) for name in _HEADS)
-            and not family.takes_more_than_text
-            and not family.caps_scores
             and not any(name in self.content for name in _DIFFERENCES)
         )
 
@@ -136,13 +131,12 @@ class StoredConfig:
     def check_family(self) -> None:
         """Raise UserError when the model cannot be made hybrid."""
         with _wrong_types():
-            families.family_of(self.loaded)
+            families.check_family(self.loaded)
 
     @property
     def attention_needs(self) -> dict[str, str]:
         """As `bosch.model.families.attention_needs`."""
-        known = self._model_type in families.FAMILIES
-        return families.attention_needs(self.loaded) if known else {}
+        return families.attention_needs(self.loaded)
 
 
 def _base_content(content: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING
 from bosch.errors import UserError
 from bosch.model import families
 from bosch.model.configuration import is_hybrid
-from bosch.model.interface import attention_modules
+from bosch.model.interface import attention_module, attention_modules
 from bosch.model.loading import auto_class, full_attention_config
 from bosch.model.stored_config import StoredConfig
 from bosch.objective.flops import Flops, linear_flops
@@ -188,11 +188,11 @@ def _empty_model(config: Any) -> Any:
 
 def _active_width(model: Any, full: Iterable[int], experts: int) -> int:
     """Intermediate width that a token passes through, summed over its experts."""
-    text, name = families.text_config(model.config), families.known_family(model.config).attention
+    text = families.text_config(model.config)
     widest = 0
     for number in full:
         layer = model.get_decoder().layers[number]
-        inside = {id(module) for module in getattr(layer, name).modules()}
+        inside = {id(module) for module in attention_module(model, number).modules()}
         flops = sum(linear_flops(m, text) for m in layer.modules() if id(m) not in inside)
         routers = sum(
             weight.numel()

@@ -16,6 +16,7 @@ from torch import nn
 
 from bosch.heads import HeadMask
 from bosch.model import families
+from bosch.model.interface import attention_module
 from bosch.objective.batches import Batch
 from bosch.window import Window, Windows, block_size, window_menu
 
@@ -27,29 +28,30 @@ _PARALLEL_BLOCKS = ("cohere", "cohere2", "cohere2_moe", "phi")
 class LayerFlops:
     """Operations of the linear maps of one decoder layer, per position."""
 
-    query: int
-    key_value: int
+    inputs: int  # queries, keys, values and gates of attention
     output: int
     feed_forward: int
 
     @property
     def linear(self) -> int:
-        """Operations of all four maps."""
-        return self.query + self.key_value + self.output + self.feed_forward
+        """Operations of all maps."""
+        return self.inputs + self.output + self.feed_forward
 
 
 class Flops:
     """Costs of a model with windows; `layers` are all, `full_layers` the rows of a mask."""
 
     def __init__(self, model: Any, windows: Windows) -> None:
-        text, family = families.text_config(model.config), families.known_family(model.config)
+        text = families.text_config(model.config)
         kinds = families.decoder_layers(model.config)
         decoder = model.get_decoder()
         layers = decoder.layers
+        sizes = dict.fromkeys(kinds.full, kinds.head_dim)
+        sizes |= dict.fromkeys(kinds.windows, kinds.own_head_dim)
         self.layers = [
-            _attention_layer(layer, text, family)
-            if number in kinds.full or number in kinds.windows
-            else LayerFlops(0, 0, 0, _all_linear(layer, text))
+            _attention_layer(model, number, text, head_dim)
+            if (head_dim := sizes.get(number)) is not None
+            else LayerFlops(0, 0, _all_linear(layer, text))
             for number, layer in enumerate(layers)
         ]
         # Maps of the decoder outside its layers, like Gemma 4's per-layer embeddings.
@@ -60,7 +62,7 @@ class Flops:
         )
         self.full_layers = [self.layers[number] for number in kinds.full]
         self._is_parallel: bool = getattr(
-            text, "use_parallel_residual", family.model_type in _PARALLEL_BLOCKS
+            text, "use_parallel_residual", families.base_type(text) in _PARALLEL_BLOCKS
         )
         heads = text.num_attention_heads
         self.q_per_kv: int = heads // kinds.heads
@@ -119,7 +121,7 @@ class Flops:
         reached = sum(layer.linear for layer in above) * batch.positions
         own_reached = sum(cost for layer, cost in own_attention.items() if layer > first)
         forward = linear + count * attention + sum(own_attention.values())
-        backward = reached - (lowest.query + lowest.key_value + parallel) * batch.positions
+        backward = reached - (lowest.inputs + parallel) * batch.positions
         backward += ((count - 1) * attention + own_reached) * 5 // 2
         recomputed = 0
         if recompute:
@@ -136,19 +138,11 @@ def sliding_pairs(length: int, window: Window) -> int:
     return causal * causal + count * block * (causal + block) + rest * (causal + rest)
 
 
-def _attention_layer(layer: nn.Module, text: Any, family: families.Family) -> LayerFlops:
-    attention: Any = getattr(layer, family.attention)
-    linear = _all_linear(attention, text)
-    output = linear_flops(getattr(attention, family.output), text)
-    if family.fused:
-        key_value = linear - output
-    else:
-        # Some families use the keys as values.
-        values = linear_flops(attention.v_proj, text) if attention.v_proj is not None else 0
-        key_value = linear_flops(attention.k_proj, text) + values
-    query = linear - key_value - output  # with the projection of a gate
-    feed_forward = _all_linear(layer, text) - linear
-    return LayerFlops(query, key_value, output, feed_forward)
+def _attention_layer(model: Any, number: int, text: Any, head_dim: int) -> LayerFlops:
+    linear = _all_linear(attention_module(model, number), text)
+    output = 2 * text.num_attention_heads * head_dim * text.hidden_size
+    everything = _all_linear(model.get_decoder().layers[number], text)
+    return LayerFlops(linear - output, output, everything - linear)
 
 
 def _all_linear(module: nn.Module, text: Any) -> int:

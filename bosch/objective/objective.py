@@ -22,7 +22,7 @@ from torch import Tensor
 from bosch.attention import HeadLayout
 from bosch.errors import RunError, UserError
 from bosch.heads import HeadMask
-from bosch.model.families import family_of, rope_depends_on_length
+from bosch.model.families import check_family, rope_depends_on_length
 from bosch.model.fingerprint import model_fingerprint
 from bosch.model.search_mode import apply_head_mask, mask_shape
 from bosch.objective import answers
@@ -66,7 +66,7 @@ class Objective:
                 f"calibration example ({calibration.max_length} tokens): lower it or raise "
                 "prepare.calibration.length"
             )
-        family_of(model.config)
+        check_family(model.config)
         self.model, self.calibration = model, calibration
         self.num_layers, self.num_key_value_heads = self.shape = mask_shape(model.config)
         self.quantum = 1.0 / len(calibration)  # smallest difference between two scores

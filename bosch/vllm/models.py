@@ -16,15 +16,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.utils import extract_layer_index
 
 from bosch.errors import UserError
-from bosch.model.families import FAMILIES, Family
 from bosch.model.loading import full_attention_config
-from bosch.model.permutation import reorder_heads
+from bosch.model.permutation import in_order
 from bosch.model.published import published_names
 from bosch.vllm.checks import check_engine, grouping_of, plan_of, served_layouts
 from bosch.vllm.groups import groups_of_modules, module_name
@@ -32,6 +34,8 @@ from bosch.vllm.plan import rank_order
 
 _TRANSFORMERS = "TransformersForCausalLM"
 _TRANSFORMERS_EXPERTS = "TransformersMoEForCausalLM"
+# Families whose linear attention vLLM's own class computes.
+_WITH_LINEAR_ATTENTION = ("FalconH1", "OlmoHybrid", "Qwen3Next", "Qwen3_5")
 
 
 class SplitAttention(nn.Module):
@@ -130,7 +134,6 @@ def _attention(arguments: dict[str, Any], window: int | None, cache: int | None)
 class HybridMixin:
     """Splits the attention of the vLLM class it is mixed into."""
 
-    _hybrid_family: Family
     # Whether vLLM has its own class for the family, which reads published checkpoints.
     _has_own_class: bool
 
@@ -196,13 +199,14 @@ class HybridMixin:
         """Load a checkpoint, reordered so that each rank's widest heads come first."""
         module: Any = self
         parent: Any = super()
-        orders = [
-            rank_order(self._hybrid_plan, layer) for layer in range(len(self._hybrid_layouts))
-        ]
-        family = self._hybrid_family
-        weights = reorder_heads(weights, family, orders, module.config)
+        orders = {
+            layer: rank_order(self._hybrid_plan, layer)
+            for layer in range(len(self._hybrid_layouts))
+        }
+        places = module.config.hybrid_attention["weights"]
+        weights = ((name, in_order(name, x, places, orders)) for name, x in weights)
         if self._has_own_class:
-            weights = published_names(weights, family, module.config)
+            weights = published_names(weights, module.config)
         return parent.load_weights(weights)
 
 
@@ -231,25 +235,24 @@ def _with_base_config(vllm_config: Any) -> Any:
 
 
 @functools.cache
-def hybrid_engine_class(family: Family) -> Any:
-    """Model class for vLLM of a family's hybrid models."""
+def hybrid_engine_class(base: str) -> Any:
+    """Model class for vLLM of the hybrids of a model class of transformers."""
     # vLLM inspects the class before the checks that refuse these families.
-    refused = family.takes_more_than_text or family.mixes_states
+    takes_images = base in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
+    refused = takes_images or base.startswith(_WITH_LINEAR_ATTENTION)
     own_classes = {} if refused else {name.lower(): name for name in ModelRegistry.models}
-    architecture = own_classes.get(family.base_model_class.lower())
-    backend = _TRANSFORMERS_EXPERTS if "moe" in family.model_type else _TRANSFORMERS
+    architecture = own_classes.get(base.lower())
+    backend = _TRANSFORMERS_EXPERTS if "moe" in base.lower() else _TRANSFORMERS
     engine_class = ModelRegistry.models[architecture or backend].load_model_cls()
     body = {
         "__module__": __name__,
-        "__doc__": f"{family.base_model_class} with full and sliding heads, for vLLM.",
-        "_hybrid_family": family,
+        "__doc__": f"{base} with full and sliding heads, for vLLM.",
         "_has_own_class": architecture is not None,
     }
-    return type(family.model_class, (HybridMixin, engine_class), body)
+    return type(f"Hybrid{base}", (HybridMixin, engine_class), body)
 
 
 def __getattr__(name: str) -> Any:
-    for family in FAMILIES.values():
-        if family.is_installed and not family.is_part and family.model_class == name:
-            return hybrid_engine_class(family)
+    if name.startswith("Hybrid"):
+        return hybrid_engine_class(name.removeprefix("Hybrid"))
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

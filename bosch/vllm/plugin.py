@@ -10,25 +10,29 @@ import sys
 from types import TracebackType
 from typing import Any
 
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGES,
+)
+
 from bosch.errors import UserError, printable
-from bosch.model.families import FAMILIES
 from bosch.vllm.cache_settings import choose_cache_settings, wrap_engine
 from bosch.vllm.checks import check_servable
 
 
 def register() -> None:
-    """Register the hybrid architectures of all families with vLLM; harmless when called again."""
+    """Register the hybrid architectures with vLLM; harmless when called again."""
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     show_user_errors_as_messages()
     wrap_engine()
-    for family in FAMILIES.values():
-        if family.is_part or not family.is_installed:
-            continue
-        ModelRegistry.register_model(family.model_class, f"bosch.vllm.models:{family.model_class}")
-        base = MODELS_CONFIG_MAP.get(family.base_model_class)
-        MODELS_CONFIG_MAP[family.model_class] = _checks_of(base)
+    for base in {*CAUSAL.values(), *IMAGES.values()}:
+        name = f"Hybrid{base}"
+        ModelRegistry.register_model(name, f"bosch.vllm.models:{name}")
+        MODELS_CONFIG_MAP[name] = _checks_of(MODELS_CONFIG_MAP.get(base))
 
 
 def show_user_errors_as_messages() -> None:

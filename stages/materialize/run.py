@@ -15,7 +15,7 @@ from bosch.front import Front
 from bosch.heads import HeadMask, HeadMaskFile
 from bosch.model.cache import state_bytes
 from bosch.model.cache_size import CacheSize
-from bosch.model.families import decoder_layers, family_of, max_positions, text_config
+from bosch.model.families import check_family, decoder_layers, max_positions, text_config
 from bosch.model.head_table import head_counts
 from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
@@ -64,7 +64,7 @@ def run(
     section = config.section
     mask_path, front = inputs["search"] / HEAD_MASK, None
     base = _load_base(config, device)
-    family_of(base.config)
+    check_family(base.config)
     if exists(inputs["search"] / FRONT):
         mask_path = inputs["search"] / FRONT
         front = _with_choice(config, base, Front.load(mask_path))

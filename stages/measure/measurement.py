@@ -22,7 +22,7 @@ from bosch.errors import RunError, UserError
 from bosch.files import write_json, write_text
 from bosch.model.configuration import is_hybrid
 from bosch.model.deploy_mode import deploy_layouts
-from bosch.model.families import decoder_layers, family_of, text_config
+from bosch.model.families import check_family, decoder_layers, text_config
 from bosch.model.loading import load_config
 from bosch.model.search_mode import mask_shape
 from bosch.progress import progress
@@ -137,7 +137,7 @@ def _checked_model(model: str, original: str | None, settings: MeasureSettings) 
     _check_attention(settings)
     config = load_config(model)
     if not is_hybrid(config):
-        family_of(config)
+        check_family(config)
         return config
     deploy_layouts(config)
     if original is not None:
@@ -146,7 +146,7 @@ def _checked_model(model: str, original: str | None, settings: MeasureSettings) 
             raise UserError(
                 f"--original: {original} is a hybrid model; expected its full-attention base"
             )
-        family_of(original_config)
+        check_family(original_config)
         (layers, heads), (own_layers, own_heads) = mask_shape(original_config), mask_shape(config)
         if (layers, heads) != (own_layers, own_heads):
             raise UserError(

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field
 
 from bosch.errors import RunError
 from bosch.journal import Journal
-from bosch.model.families import known_family, split_fault
+from bosch.model.families import mixes_documents, split_fault
 from stages.context import Runtime
 from stages.faults import Fault
 from stages.fields import Count, Flag, Number, Ratio, Section, rising
@@ -306,7 +306,7 @@ def _model_faults(loaded: LoadedRecipe, train: TrainConfig) -> Iterator[Fault]:
         return
     if loaded.info.config.get("output_router_logits"):
         yield Fault("model.path", ROUTER_LOSS)
-    if train.document_masking and not known_family(loaded.info.loaded).separates_documents:
+    if train.document_masking and mixes_documents(loaded.info.loaded):
         yield Fault(
             "train.document_masking",
             "the model's attention does not stop at documents' borders; set false",

@@ -51,12 +51,12 @@ def test_a_head_of_its_own_stays_although_the_configuration_ties_it(
 
 
 def test_a_hybrid_that_is_not_the_model_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    reorder = materializing.reorder_weight
+    reorder = materializing.in_order
 
-    def wrong(family, name, weight, order, q_per_kv):  # type: ignore[no-untyped-def]
-        weight = reorder(family, name, weight, order, q_per_kv)
-        return weight.flip(0) if name == "v_proj.weight" and order[0] == 1 else weight
+    def wrong(name, weight, places, orders):  # type: ignore[no-untyped-def]
+        weight = reorder(name, weight, places, orders)
+        return weight.flip(0) if name.endswith("0.self_attn.v_proj.weight") else weight
 
-    monkeypatch.setattr(materializing, "reorder_weight", wrong)
+    monkeypatch.setattr(materializing, "in_order", wrong)
     with pytest.raises(RunError, match="not the model: after layer 0 they differ by"):
         check_hybrid(small_model("llama"), tokens(1, 20))

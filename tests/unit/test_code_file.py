@@ -20,8 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 import bosch
 from bosch.heads import HeadMask
 from bosch.model import code_file
-from bosch.model.configuration import hybrid_config_class
-from bosch.model.families import FAMILIES
+from bosch.model.configuration import base_classes, hybrid_config_class
 from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
 from bosch.model.search_mode import mask_shape
@@ -31,6 +30,8 @@ from tests.hybrid_case import TESTED, mask_of, small_config, small_model, tokens
 
 WINDOW, SINKS = 7, 2
 LENGTH, NEW = 40, 10
+
+QWEN3 = ("qwen3", "Qwen3Config", "Qwen3Model", "Qwen3ForCausalLM")
 
 
 def _save(family: str, folder: Path, **changes: Any) -> Any:
@@ -161,12 +162,12 @@ for name, class_name in json.load(open("families.json")).items():
 
 def test_a_familys_own_class_refuses_instead_of_running_full_attention(tmp_path: Path) -> None:
     """It does not know the hybrid model type, and by itself would only warn."""
-    families = {f.model_type: f.base_model_class for f in map(FAMILIES.get, TESTED)}
+    families = {name: base_classes(name)[2].__name__ for name in TESTED}
     for name in families:
         table = {"windows": [[0, 7, 7, 7], [0, 0, 7, 7], [0, 0, 0, 7]], "sinks": 0}
         content = {**small_config(name).to_dict(), "hybrid_attention": table}
         del content["model_type"]
-        hybrid_config_class(FAMILIES[name])(**content).save_pretrained(tmp_path / name)
+        hybrid_config_class(name)(**content).save_pretrained(tmp_path / name)
     (tmp_path / "families.json").write_text(json.dumps(families))
     cache = tmp_path / "cache"
     code = _BY_CLASS.replace("FILE", f"{TESTED[0]}/modeling_hybrid.py")
@@ -224,12 +225,12 @@ def test_models_loaded_with_bosch_carry_the_file_when_saved(tmp_path: Path) -> N
     AutoModelForCausalLM.from_pretrained(tmp_path / "old").save_pretrained(tmp_path / "new")
     assert json.loads((tmp_path / "new" / "config.json").read_text())["auto_map"] == expected
     written = (tmp_path / "new" / "modeling_hybrid.py").read_text()
-    assert written == code_file.code_file(FAMILIES["qwen3"])
+    assert written == code_file.code_file(*QWEN3)
 
 
 def test_the_code_file_imports_nothing_of_bosch() -> None:
     """Nor inside a function, which the tests above might not call."""
-    text = code_file.code_file(FAMILIES["qwen3"])
+    text = code_file.code_file(*QWEN3)
     assert re.search(r"^ *import torch$", text, re.M)
     assert not re.search(r"^ *(import|from) bosch", text, re.M)
 
@@ -239,10 +240,10 @@ def test_modules_that_cannot_be_joined_into_one_file_are_refused(
 ) -> None:
     monkeypatch.setattr(code_file, "MODULES", ("errors.py", "errors.py"))
     with pytest.raises(RuntimeError, match=r"errors\.py defines .*UserError.* again"):
-        code_file.code_file.__wrapped__(FAMILIES["qwen3"])
+        code_file.code_file.__wrapped__(*QWEN3)
     monkeypatch.setattr(code_file, "MODULES", ("model/families.py",))
     with pytest.raises(RuntimeError, match=r"families\.py imports \['WIDEST_HEAD'\]"):
-        code_file.code_file.__wrapped__(FAMILIES["qwen3"])
+        code_file.code_file.__wrapped__(*QWEN3)
 
 
 def test_masks_and_errors_need_no_torch() -> None:
@@ -314,8 +315,7 @@ def test_a_configuration_can_be_unpickled_in_a_new_process() -> None:
     pack = (
         "import pickle\n"
         "from bosch.model.configuration import hybrid_config_class\n"
-        "from bosch.model.families import FAMILIES\n"
-        "config = hybrid_config_class(FAMILIES['qwen3'])(hybrid_attention={'window_size': 5})\n"
+        "config = hybrid_config_class('qwen3')(hybrid_attention={'window_size': 5})\n"
         "print(pickle.dumps(config))"
     )
     unpack = f"import pickle; print(pickle.loads({run_python(pack).strip()}).hybrid_attention)"

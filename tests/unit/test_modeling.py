@@ -17,7 +17,7 @@ import bosch
 from bosch.attention import AttentionContext, HeadLayout
 from bosch.errors import UserError
 from bosch.heads import HeadMask
-from bosch.model.families import family_of
+from bosch.model.families import check_family
 from bosch.model.interface import (
     attention_forward,
     attention_modules,
@@ -79,7 +79,7 @@ def test_a_base_models_window_as_long_as_its_positions_is_ignored(
     theirs.config.sliding_window = 39
     theirs.save_pretrained(tmp_path / "base")
     with pytest.raises(UserError, match=r"its own \(39 tokens\) in every layer"):
-        family_of(load_config(str(tmp_path / "base")))
+        check_family(load_config(str(tmp_path / "base")))
 
 
 def test_packed_documents_equal_each_document_alone() -> None:

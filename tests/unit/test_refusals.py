@@ -197,7 +197,6 @@ MODELS = [
     ({"model_type": None}, (), "model.path", "model_type"),
     ({"vocab_size": 10**15}, (), "model.path", "vocab_size"),
     ({"hybrid_attention": {"sinks": 0}}, (), "model.path", "hybrid model already"),
-    ({"model_type": "bert", "layer_types": None}, (), "model.path", "encoder"),
     ({"kv_lora_rank": 64}, (), "model.path", "latent attention"),
     ({"model_type": "mistral", "sliding_window": 9, "layer_types": None},
      ("search.budget.bytes=1MiB @ 1k",), "model.path", "in every layer"),

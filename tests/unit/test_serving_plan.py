@@ -16,8 +16,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from bosch.errors import UserError
-from bosch.model.families import FAMILIES, DecoderLayers
-from bosch.model.permutation import reorder_heads
+from bosch.model.families import DecoderLayers
+from bosch.model.head_weights import measure_head_weights
+from bosch.model.permutation import in_order
 from bosch.vllm import cache_settings, plugin
 from bosch.vllm.checks import (
     check_complete,
@@ -225,9 +226,11 @@ def test_weights_with_reordered_heads_compute_the_same_function(family: str) -> 
     ids = torch.arange(3, 40)[None]
     with torch.inference_mode():
         expected = model(ids).logits
-        weights = dict(
-            reorder_heads(model.state_dict().items(), FAMILIES[family], orders, model.config)
-        )
+        places, _ = measure_head_weights(model)
+        weights = {
+            name: in_order(name, weight, places, dict(enumerate(orders)))
+            for name, weight in model.state_dict().items()
+        }
         moved = [name for name, weight in model.state_dict().items() if weight is not weights[name]]
         model.load_state_dict({name: weight.clone() for name, weight in weights.items()})
         torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-5)
@@ -428,14 +431,8 @@ def test_the_plugin_checks_before_and_sets_options_after_the_familys_own_hook(
 
         return type(name, (), {"verify_and_update_config": classmethod(verify)})
 
-    families = {
-        name: SimpleNamespace(
-            model_class=f"Hybrid{name}", base_model_class=name,
-            is_part=name == "Part", is_installed=name != "Newer",
-        )
-        for name in ("One", "Two", "Part", "Newer")
-    }  # fmt: skip
-    monkeypatch.setattr(plugin, "FAMILIES", families)
+    monkeypatch.setattr(plugin, "CAUSAL", {"one": "One"})
+    monkeypatch.setattr(plugin, "IMAGES", {"one": "One", "two": "Two"})
     hooks = {"One": hook("its own")}
     registry = SimpleNamespace(register_model=registered.__setitem__)
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(ModelRegistry=registry))
