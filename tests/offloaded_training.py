@@ -47,7 +47,6 @@ def train_offloaded(case: Path, work_dir: Path, **changes: Any) -> int:
     Copies.most = 0
     with (
         patch("stages.train.loop.save_on_cpu", Copies),
-        patch("stages.train.parallel.check_offloading_possible"),
         patch.object(Loop, "forward_backward", forward_backward),
     ):
         train_here(case, work_dir, **changes)

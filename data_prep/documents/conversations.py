@@ -83,9 +83,9 @@ def _derived(tokenizer: Any, messages: Messages, ids: list[int]) -> tuple[list[b
         )
         if upto[: len(before)] != before or ids[: len(upto)] != upto:
             raise ValueError(
-                f"the chat template renders message {number + 1} or those before it otherwise once "
-                "there are later ones; make a record of each answer, or mark the answers in the "
-                "template ({% generation %})"
+                f"the tokens up to message {number + 1} change with what the chat template puts "
+                "after them; make a record of each answer, or mark the answers in the template "
+                "({% generation %})"
             )
         begin = len(before) + _given(tokenizer, upto[len(before) :], message)
         special = [place for place in range(begin, len(upto)) if upto[place] in ends]

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from datasets import load_from_disk
 
-from bosch.errors import UserError
 from stages.train.loss import IGNORED
 from stages.train.schedule import Schedule
 
@@ -37,17 +36,9 @@ class PackedSequences:
         self._read_count = self.prepared
 
     def arrange(self, schedule: Schedule, seed: int) -> None:
-        """Set the order, and the part of it that `schedule` reads.
-
-        Raises UserError when fewer tokens are prepared than the run needs.
-        """
+        """Set the order, and the part of it that `schedule` reads."""
         read_count = schedule.steps * schedule.sequences
-        if read_count > self.prepared:
-            raise UserError(
-                f"train.total_tokens needs {read_count * self.sequence_length:,} tokens and "
-                f"{self.prepared * self.sequence_length:,} are prepared; raise "
-                "prepare.train_tokens (each token is read once) or lower train.total_tokens"
-            )
+        assert read_count <= self.prepared
         generator = np.random.default_rng([seed, _ORDER_STREAM])
         self._order = generator.permutation(self.prepared)
         self._read_count = read_count
@@ -64,16 +55,8 @@ class PackedSequences:
         return np.bincount(sources, lengths, minlength=count).astype(np.int64)
 
     def held_out(self, count: int) -> list[dict[str, Any]]:
-        """`count` sequences that training does not read.
-
-        Raises UserError when there are fewer.
-        """
-        if self.prepared - self._read_count < count:
-            raise UserError(
-                f"runtime.heldout_sequences = {count}, and training leaves "
-                f"{self.prepared - self._read_count} of the prepared sequences unread; raise "
-                f"prepare.train_tokens to {(self._read_count + count) * self.sequence_length:,}"
-            )
+        """`count` sequences that training does not read."""
+        assert self._read_count + count <= self.prepared
         return [self[index] for index in range(self._read_count, self._read_count + count)]
 
     def __getitem__(self, index: int) -> dict[str, Any]:

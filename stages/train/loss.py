@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bosch.errors import UserError
 from bosch.model.context_parallel import ContextParallel
-from bosch.model.families import logit_scale, text_config
+from bosch.model.families import logit_scale
 from bosch.objective.answers import scaled_logits
 from stages.train.memory import chunk_tokens
-from stages.train.stage import ROUTER_LOSS
 
 IGNORED = -100  # label of a position that is not predicted
 
@@ -178,11 +176,9 @@ def install_loss(
 
     With a `measure` the forward pass returns its values [B, T] instead of the loss. With
     `context_parallel` it takes whole sequences and computes this process's tokens; the loss is
-    their part of the sum. Raises UserError when the model's own loss has a term for its router.
+    their part of the sum.
     """
     config = model.config
-    if getattr(text_config(config), "output_router_logits", False):
-        raise UserError(ROUTER_LOSS)
     scale = logit_scale(config)
     has_scaled_logits = any(number not in (None, 1.0) for number in (scale.factor, scale.divisor))
     uses_liger = liger and not has_scaled_logits

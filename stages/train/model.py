@@ -65,13 +65,11 @@ def load_for_training(
     adapters, if it has any; `context_parallel` splits its sequences; `untrained` parameters are not
     trained.
 
-    Raises UserError when train.liger is set but Liger kernels cannot run, or as `restrict_training`
+    Raises UserError when train.liger is set and Liger is not installed, or as `restrict_training`
     does; RunError when Liger did not patch a module of the model, or experts would not be computed
     in grouped products.
     """
     if train.liger:
-        if not torch.cuda.is_available():
-            raise UserError("train.liger = true needs a GPU, and none is visible; set it to false")
         require_package("liger-kernel", "train.liger = true", "set train.liger = false")
     loaded: PreTrainedModel = load_model(
         model_dir,
@@ -208,13 +206,7 @@ def apply_liger(model: Any) -> None:
             f"train.liger = true, and Liger has no kernels for models of type {family}; "
             "set train.liger = false"
         )
-    try:
-        MODEL_TYPE_TO_APPLY_LIGER_FN[family](model=model, fused_linear_cross_entropy=False)
-    except ImportError as error:
-        raise UserError(
-            f"train.liger = true, and this Liger cannot patch models of type {family} of this "
-            f"transformers ({error}); set train.liger = false"
-        ) from error
+    MODEL_TYPE_TO_APPLY_LIGER_FN[family](model=model, fused_linear_cross_entropy=False)
     check_liger_runs(model)
 
 

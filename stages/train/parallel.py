@@ -22,7 +22,7 @@ from accelerate.utils import (
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from bosch.errors import RunError, UserError
+from bosch.errors import RunError
 from bosch.hardware import host_memory
 from bosch.model.context_parallel import ContextParallel
 from bosch.this_process import local_world_size, world_size
@@ -67,15 +67,6 @@ def actual_sharding(runtime: Runtime) -> Runtime:
             "deepspeed", "runtime.sharding = deepspeed", "set runtime.sharding to fsdp or none"
         )
     return runtime
-
-
-def check_offloading_possible(runtime: Runtime) -> None:
-    """Raise UserError on a CPU, where activations are in host memory already."""
-    if runtime.offload_activations and not torch.cuda.is_available():
-        raise UserError(
-            "runtime.offload_activations = true needs a GPU, and none is visible: activations are "
-            "in host memory already; set it to false"
-        )
 
 
 def make_accelerator(

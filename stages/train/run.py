@@ -68,7 +68,6 @@ def run(
 
 def _train(config: StageConfig[TrainConfig], inputs: Mapping[str, Path], work_dir: Path) -> None:
     config = replace(config, runtime=parallel.actual_sharding(config.runtime))
-    parallel.check_offloading_possible(config.runtime)
     restarts = RestartPoints(work_dir, config.section)
     restarts.check_layout(parallel.sharding_layout(config.runtime))
     loop = build_loop(config, inputs, work_dir, restarts)

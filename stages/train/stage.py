@@ -98,10 +98,6 @@ class TrainConfig(Section):
         return "" if self.teacher == "none" else "KL divergence from the original"
 
 
-ROUTER_LOSS = (
-    "the model's config.json has output_router_logits = true, and training has no loss of the "
-    "router; set it to false"
-)
 CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"
 _CHECKPOINT = re.compile(r"tokens-(\d+)")
@@ -305,7 +301,11 @@ def _model_faults(loaded: LoadedRecipe, train: TrainConfig) -> Iterator[Fault]:
     if loaded.info is None:
         return
     if loaded.info.config.get("output_router_logits"):
-        yield Fault("model.path", ROUTER_LOSS)
+        yield Fault(
+            "model.path",
+            "the model's config.json has output_router_logits = true, and training has no loss of "
+            "the router; set it to false",
+        )
     if train.document_masking and mixes_documents(loaded.info.loaded):
         yield Fault(
             "train.document_masking",

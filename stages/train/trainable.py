@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bosch.errors import UserError
 from bosch.model.interface import attention_modules
 from bosch.model.loading import load_model
 from stages.train.stage import LoraConfig, TrainConfig
@@ -39,7 +38,7 @@ def untrained_parameters(model_dir: Path, trust_remote_code: bool = False) -> fr
 def restrict_training(model: Any, train: TrainConfig, untrained: Collection[str] = ()) -> None:
     """Freeze `untrained` weights, and those that `train.freeze` and `train.lora` leave out.
 
-    Raises UserError when peft is not installed, or there is no linear map to adapt.
+    Raises UserError when peft is not installed.
     """
     if train.lora is not None:
         _add_adapters(model, train.lora, attention_only=train.freeze == "attention_only")
@@ -74,8 +73,6 @@ def _add_adapters(model: Any, lora: LoraConfig, attention_only: bool) -> None:
         and getattr(type(module), "forward", None) is nn.Linear.forward
         and name.rpartition(".")[2] != _UNCALLED
     ]
-    if not targets:
-        raise UserError("train.lora: the model has no linear layer that could get an adapter")
     alpha: Any = lora.alpha  # annotated as int by peft, but a float is correct
     config = peft.LoraConfig(
         r=lora.rank, lora_alpha=alpha, target_modules=targets,

@@ -351,13 +351,6 @@ def test_recomputation_and_offloading_change_no_bit(case: Path, tmp_path: Path) 
     assert not offloaded["none", False] and not offloaded["attention", False]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_settings_that_cannot_run_here_are_refused(case: Path, tmp_path: Path) -> None:
-    """On a CPU activations are in host memory already."""
-    with pytest.raises(UserError, match="offload_activations = true needs a GPU"):
-        train_here(case, tmp_path, runtime={"offload_activations": True})
-
-
 def test_layers_are_recomputed_if_memory_is_short(
     case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

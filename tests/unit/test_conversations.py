@@ -84,7 +84,7 @@ def test_answers_are_learnt_with_the_token_that_ends_their_turn(
 
 def test_an_empty_thought_of_the_template_is_given() -> None:
     assert learnt(THINKS, TALK[:2]) == ["two three<|im_end|>"]
-    with pytest.raises(ValueError, match="renders message 2 or those before it otherwise"):
+    with pytest.raises(ValueError, match="tokens up to message 2 change"):
         learnt(THINKS)
 
 

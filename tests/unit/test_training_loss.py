@@ -11,8 +11,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bosch.errors import UserError
-from bosch.model.families import text_config
 from bosch.model.materialize import materialize
 from bosch.window import Window
 from stages.train import loss as training_loss
@@ -214,11 +212,3 @@ def test_liger_is_not_used_for_scaled_logits(
     install_loss(model, liger=True)
     assert model(**batch())["loss"].item() == pytest.approx(expected, rel=1e-5)
     assert bool(calls) == fused
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_vl_moe"])
-def test_a_router_loss_is_refused(family: str) -> None:
-    model = materialize(small_model(family), random_mask(), Window(WINDOW))
-    text_config(model.config).output_router_logits = True
-    with pytest.raises(UserError, match="output_router_logits = true"):
-        install_loss(model)

@@ -26,10 +26,9 @@ class _Parquet(Records):
 
     def records(self, part: Part, source: Source) -> Iterator[tuple[int, Any]]:
         file, row = _open(part.paths[0]), 0
-        needed = {source.text_field, *source.filters.matches}
-        columns = [name for name in file.schema_arrow.names if name in needed]
-        if source.text_field not in columns:
-            columns = None  # all, for a message that names them
+        needed, names = {source.text_field, *source.filters.matches}, file.schema_arrow.names
+        has_text = source.text_field in names  # otherwise a message lists all columns
+        columns = [name for name in names if name in needed or not has_text]
         for batch in file.iter_batches(_ROWS, row_groups=[part.start], columns=columns):
             for record in batch.to_pylist():
                 yield row, record
