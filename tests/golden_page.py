@@ -1,4 +1,4 @@
-"""Text of a page, line by line, and data of its charts: the golden reports.
+"""Text of a page, line by line: the golden reports.
 
     python -m tests.golden_page
 
@@ -12,13 +12,11 @@ import io
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 from unittest import mock
-
-import altair as alt
 
 from stages.report import run as report
 from tests import report_fixture
@@ -37,13 +35,12 @@ _LINES = {
 
 
 class Outline(HTMLParser):
-    """Checks that tags balance, and collects lines of text, tags, scripts and scores."""
+    """Checks that tags balance, and collects lines of text, tags and scores."""
 
     def __init__(self) -> None:
         super().__init__()
         self.open: list[tuple[str, dict[str, str | None]]] = []
         self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.scripts: list[tuple[str | None, str]] = []
         self.score_cells: dict[str, str] = {}
         self._lines: list[str] = []
 
@@ -73,8 +70,6 @@ class Outline(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         names = [name for name, _ in self.open]
-        if names[-1:] == ["script"]:
-            self.scripts.append((self.open[-1][1].get("type"), data))
         if "td" in names:
             link = next((a["href"] for name, a in reversed(self.open) if name == "a"), None)
             cell = self.open[names.index("td")][1]
@@ -101,68 +96,10 @@ def outline(page: str) -> Outline:
     return parsed
 
 
-_MANY = 8  # rows of a chart; of more the first and the last are written, and sums
-
-
-def charts(page: str) -> Iterator[str]:
-    """The page's charts: marks, what each shows along which axis, and their rows."""
-    for kind, text in outline(page).scripts:
-        if kind == "application/json":
-            chart = json.loads(text)
-            alt.Chart.from_dict({**chart, "config": {}})  # refuses what is no chart
-            yield f"chart {chart['height']} high"
-            yield from _marks(chart)
-            for rows in chart["datasets"].values():
-                yield from (f"  - {line}" for line in _rows(rows))
-
-
-def _marks(chart: Mapping[str, Any]) -> Iterator[str]:
-    for layer in chart.get("layer", ()):
-        yield from _marks(layer)
-    if "mark" in chart:
-        yield f"  {chart['mark']['type']} {_text(_encoded(chart['encoding']))}"
-    yield from (f"    {_text(one)}" for one in chart.get("transform", ()))
-
-
-def _encoded(encoding: Mapping[str, Any]) -> dict[str, Any]:
-    """What a mark shows: fields, values and scales, without the look of axis and legend."""
-    parts: dict[str, Any] = {}
-    for channel, own in encoding.items():
-        kept = {name: value for name, value in own.items() if name not in ("legend", "type")}
-        if (axis := kept.pop("axis", None)) is not None:
-            kept |= {name: axis[name] for name in ("labelExpr", "values") if name in axis}
-        if "param" in kept.get("condition", {}):
-            kept["condition"] = {**kept["condition"], "param": "picked"}  # the page's own number
-        parts[channel] = kept["field"] if kept.keys() == {"field"} else kept
-    return parts
-
-
-def _rows(rows: list[dict[str, Any]]) -> Iterator[str]:
-    if len(rows) <= _MANY:
-        yield from map(_text, rows)
-        return
-    yield _text(rows[0])
-    yield _text(rows[-1])
-    columns = {name: [row.get(name) for row in rows] for name in rows[0]}
-    yield f"{len(rows)} rows: " + _text(
-        {
-            name: sum(column)
-            if all(isinstance(one, int | float) for one in column)
-            else len({*map(str, column)})
-            for name, column in columns.items()
-        }
-    )
-
-
 def _text(value: Any) -> str:
     """JSON with six digits of each number."""
     rounded = json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.6g}"))
     return json.dumps(rounded, ensure_ascii=False).replace('"', "")
-
-
-def golden(page: str) -> str:
-    """The golden text of a page."""
-    return "\n".join([outline(page).text, "", *charts(page), ""])
 
 
 def golden_report(publish: Callable[[Path], dict[str, Path]], folder: Path) -> str:
@@ -173,7 +110,7 @@ def golden_report(publish: Callable[[Path], dict[str, Path]], folder: Path) -> s
     page = (folder / "report" / "index.html").read_text(encoding="utf-8")
     lines = [f"{name}: {_text(value)}" for name, value in summary.items()]
     lines += ["", *map(str.rstrip, printed.getvalue().splitlines())]
-    return golden(page) + "\n".join(lines) + "\n"
+    return "\n".join([outline(page).text, "", *lines, ""])
 
 
 def main() -> None:

@@ -137,6 +137,15 @@ def deciding_samples(
     return math.ceil(high * sum(map(len, first)))
 
 
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's adjusted p-values (1979) of several comparisons."""
+    adjusted, largest = [1.0] * len(p_values), 0.0
+    for rank, index in enumerate(np.argsort(p_values)):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = largest
+    return adjusted
+
+
 def student(values: npt.ArrayLike) -> Estimate:
     """Student's interval of the mean of independent values [n]; fewer than five have none.
 

@@ -174,7 +174,7 @@ def _panel(
     x = Axis("prompt, tokens", "length", log=True, values=lengths)
     chart = curves(rows, x, Axis("", "count", zero=True), look, height=220)
     if missing:
-        base = alt.Chart(values(missing)).encode(x="x:Q", color="series:N", tooltip="tip:N")
+        base = alt.Chart(values(missing)).encode(x="x:Q", color="series:N")
         heights = {series: 212 - 14 * number for number, series in enumerate(look)}
         for series in dict.fromkeys(row["series"] for row in missing):
             chart += base.transform_filter(f"datum.series == '{series}'").mark_text(

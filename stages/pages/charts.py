@@ -1,12 +1,10 @@
-"""Charts as declarations (Vega-Lite): interactive on a page, or saved as image files.
+"""Charts as declarations (Vega-Lite), drawn as SVG on a page or saved as image files.
 
 Colours are variables of the pages' style sheet, so a chart fits light and dark pages and print.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,7 +38,7 @@ _CONFIG = {
     "axisY": {"domain": False, "ticks": False},
     "legend": {
         "orient": "top", "title": None, "labelColor": "var(--ink)", "labelFontSize": 12.5,
-        "labelLimit": 340, "symbolStrokeWidth": 0, "columns": 1,  # names of any width fit
+        "labelLimit": 340, "symbolStrokeWidth": 0, "columnPadding": 40,
     },
     "title": {"color": "var(--ink)", "fontWeight": "normal", "anchor": "start"},
     "text": {"color": "var(--ink)", "fontSize": 12.5},
@@ -60,11 +58,10 @@ _FORMATS = {
     "format(datum.value / 1048576, '.3~r') + ' MiB' : "
     "format(datum.value / 1073741824, '.3~r') + ' GiB'",
 }
+# Longest names that fit side by side in a legend.
+_NARROW = 28
 # Filters rows that have an interval.
 _HAS_INTERVAL = "isValid(datum.low) && isValid(datum.high)"
-# Selections of charts side by side need different names.
-_NUMBERS = itertools.count()
-
 Row = Mapping[str, Any]
 Chart = alt.Chart | alt.LayerChart | alt.FacetChart
 
@@ -78,19 +75,9 @@ class Picture:
     description: str
     heading: str = ""
 
-    @functools.cached_property
-    def _declared(self) -> dict[str, Any]:
-        return _declaration(self.chart)
-
-    @property
-    def json(self) -> str:
-        """The declaration for a script element."""
-        text = json.dumps(self._declared | {"width": "container"}, separators=(",", ":"))
-        return text.replace("<", "\\u003c")
-
     def svg(self, width: int) -> str:
-        """The picture as SVG for pages without scripts, `width` pixels wide."""
-        return vl_convert.vegalite_to_svg(self._declared | {"width": width})
+        """The picture for a page, `width` pixels wide."""
+        return vl_convert.vegalite_to_svg(_declaration(self.chart) | {"width": width})
 
 
 AxisForm = Literal["number", "whole", "count", "share", "length", "bytes"]
@@ -153,20 +140,15 @@ def shape(look: Mapping[str, Style]) -> alt.Shape:
 
 def _by_series(channel: Any, look: Mapping[str, Style], values: Sequence[Any]) -> Any:
     """A value for each series; one legend for all channels, none if there is only one series."""
-    legend = alt.Legend(symbolOpacity=1) if len(look) > 1 else None
+    # Names of any width fit.
+    columns = 2 if max(map(len, look)) <= _NARROW else 1
+    legend = alt.Legend(symbolOpacity=1, columns=columns) if len(look) > 1 else None
     return channel("series:N", scale=alt.Scale(domain=list(look), range=values), legend=legend)
 
 
-def picker() -> alt.Parameter:
-    """The series picked in the legend; a click adds or removes one."""
-    name = f"picked_{next(_NUMBERS)}"
-    return alt.selection_point(name=name, fields=["series"], bind="legend", toggle="true")
-
-
-def layers(*charts: Any, height: int = 300, picked: alt.Parameter | None = None) -> Any:
-    """Layered charts; `picked` are the series picked in the legend."""
-    first = charts[0] if picked is None else charts[0].add_params(picked)
-    return alt.layer(first, *charts[1:]).properties(height=height)
+def layers(*charts: Any, height: int = 300) -> Any:
+    """Layered charts."""
+    return alt.layer(*charts).properties(height=height)
 
 
 def curves(
@@ -178,15 +160,10 @@ def curves(
     height: int = 280,
     has_lines: bool = True,
 ) -> alt.LayerChart:
-    """A line with points for each series; rows have series, x, y, tip, optionally low and high.
-
-    A click in the legend picks series.
-    """
+    """A line with points for each series; rows have series, x, y, optionally low and high."""
     look = {name: style for name, style in look.items() if name in {row["series"] for row in rows}}
-    picked = picker()
-    faded = alt.condition(picked, alt.value(1.0), alt.value(0.07))
     base = alt.Chart(values(rows)).encode(
-        x=x.of(alt.X, "x"), y=y.of(alt.Y, "y"), color=colour(look), opacity=faded
+        x=x.of(alt.X, "x"), y=y.of(alt.Y, "y"), color=colour(look)
     )
     dashes = [[6, 4] if style.dashed else [1, 0] for style in look.values()]
     dash = _by_series(alt.StrokeDash, look, dashes)
@@ -194,8 +171,8 @@ def curves(
     if any(row.get("low") is not None for row in rows):
         intervals = base.transform_filter(_HAS_INTERVAL).mark_rule(strokeWidth=1.5)
         parts.append(intervals.encode(y=y.of(alt.Y, "low"), y2="high"))
-    parts.append(base.mark_point(filled=True, size=55).encode(shape=shape(look), tooltip="tip:N"))
-    return layers(*parts, height=height, picked=picked)
+    parts.append(base.mark_point(filled=True, size=55).encode(shape=shape(look)))
+    return layers(*parts, height=height)
 
 
 def save(chart: alt.TopLevelMixin, path: Path, description: str = "") -> None:
@@ -226,7 +203,7 @@ def _escaped(text: str) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;")
 
 
-def _declaration(chart: alt.TopLevelMixin) -> dict[str, Any]:
+def _declaration(chart: Any) -> dict[str, Any]:
     # Validation takes seconds; a test does it.
     declared: dict[str, Any] = chart.to_dict(validate=False)
     del declared["$schema"]

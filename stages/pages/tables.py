@@ -19,19 +19,14 @@ _WIDEST = 100_000
 class Cell(str):
     """The text of a cell, and formatting that only some outputs use.
 
-    `target`: the link of the text on a page. `more`: small texts below it, on the terminal beside
-    it. `share`: strength of the tint, 0 to 1; None: no tint. `task`, `length`: values by which the
-    page's filter selects the row of its first cell. `value`: the number by which a page sorts the
-    row; None: by the text.
+    `target`: the link of the text on a page. `more`: small texts below it, elsewhere beside it.
+    `share`: strength of the tint, 0 to 1; None: no tint.
     """
 
     text: InitVar[str]
     target: str = ""
     more: Sequence[str] = ()
     share: float | None = None
-    task: str = ""
-    length: str = ""
-    value: float | None = None
 
     def __new__(cls, text: str, *_: object, **__: object) -> Self:
         return super().__new__(cls, text)
@@ -58,10 +53,17 @@ class Table:
     groups: Sequence[Group]
     text_columns: int | None = None
 
-    @classmethod
-    def of_rows(cls, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-        """A table without groups whose columns hold texts."""
-        return cls(title, header, (Group(rows),))
+    @property
+    def records(self) -> list[dict[str, str]]:
+        """The texts of each row by the names of the columns."""
+        return [
+            {
+                name: " ".join([cell, *as_cell(cell).more])
+                for name, cell in zip(self.header, row, strict=False)
+            }
+            for group in self.groups
+            for row in group.rows
+        ]
 
     def print(self) -> None:
         """Print the table on the terminal, with a line between groups."""

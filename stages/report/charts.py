@@ -28,6 +28,15 @@ def _look(results: Results) -> dict[str, Style]:
     return styles((model.label for model in results.models), fixed)
 
 
+def curves_of(results: Results) -> list[Picture | None]:
+    """The charts of scores and losses."""
+    return [
+        scores_by_tokens(results),
+        loss_by_position(results),
+        training_loss(results.training, results.loss_in_words),
+    ]
+
+
 def scores_by_tokens(results: Results) -> Picture | None:
     """Scores over training tokens at each length, of every branch; None if not trained.
 
@@ -94,7 +103,7 @@ def training_loss(steps: Sequence[TrainingStep], loss_in_words: str = "") -> Pic
     mean = base.transform_window(mean="mean(y)", frame=[-reach, reach]).mark_line()
     line = alt.value("var(--hybrid)")
     chart = layers(
-        logged.encode(y=y.of(alt.Y, "y"), color=line, tooltip="tip:N"),
+        logged.encode(y=y.of(alt.Y, "y"), color=line),
         mean.encode(y=y.of(alt.Y, "mean"), color=line),
     )
     text = f"{len(rows)} logged steps, {rows[0]['y']:.3f} to {rows[-1]['y']:.3f} nats per token."
@@ -144,7 +153,7 @@ def head_mask(search: Search) -> Picture:
     look = styles(kinds.values(), {"full": Style("full"), "sliding": Style("sliding")})
     cells = alt.Chart(values(rows)).mark_rect(cornerRadius=2).encode(
         x=x, y=alt.Y("y:O", title="KV head", scale=alt.Scale(padding=0.08)),
-        color=colour(look), tooltip="tip:N",
+        color=colour(look),
     )  # fmt: skip
     text = ", ".join(f"{layer}: {len(heads)}" for layer, heads in enumerate(sliding))
     text = f"{search.sliding} of {search.total} KV heads slide. Sliding heads by layer: {text}."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from bosch.analysis.intervals import deciding_samples
+from bosch.analysis.intervals import LEVEL, deciding_samples, holm
 from stages.evaluate.scores import HYBRID, ORIGINAL, BinLoss, PairedComparison
 from stages.evaluate.tables import against
 from stages.formats import (
@@ -18,12 +18,13 @@ from stages.formats import (
     signed,
 )
 from stages.materialize.stage import MODEL
-from stages.report.results import Model, Results, SampleScores
+from stages.report.results import Model, Results
 from stages.report.stage import ReportConfig
 from stages.train.stage import CHECKPOINTS
 
-Verdict = Literal["ship", "do not ship", "not decided"]
-_RANKS: dict[Verdict, int] = {"ship": 2, "not decided": 1, "do not ship": 0}
+# From the best to the worst.
+Verdict = Literal["ship", "a small loss", "not decided", "do not ship"]
+_VERDICTS: tuple[Verdict, ...] = ("ship", "a small loss", "not decided", "do not ship")
 
 
 class Decision(NamedTuple):
@@ -41,79 +42,75 @@ class Decision(NamedTuple):
 
     @property
     def folder(self) -> str:
-        return (
-            f"materialize/{MODEL}"
-            if self.model.name == HYBRID
-            else f"train/{CHECKPOINTS}/{self.model.name}"
-        )
+        if self.model.name == HYBRID:
+            return f"materialize/{MODEL}"
+        return f"train/{CHECKPOINTS}/{self.model.name}"
+
+
+def _pairs(
+    results: Results, model: Model, other: Model
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Scores of both models in each task and length of which they have all samples in common."""
+    scores, base = results.samples(model), results.samples(other)
+    common = [place for place in scores if scores[place].keys() == base.get(place, {}).keys()]
+    return [[*scores[place].values()] for place in common], [
+        [base[place][sample] for sample in scores[place]] for place in common
+    ]
 
 
 def overall(
-    results: Results, model: Model, baseline: Model | None = None
+    results: Results, model: Model, other: Model | None = None
 ) -> tuple[int, PairedComparison] | None:
     """Number of tasks and lengths of all suites, and the model compared with another model.
 
     The other is by default its original. Every task at every length weighs the same. None if they
     have no samples in common.
     """
-    other = baseline or Model(ORIGINAL, model.branch)
-    scores, base = results.samples(model), results.samples(other)
-    common = [
-        key for key in scores
-        if len(scores[key]) == len(base.get(key, ()))
-        and results.digest(model, *key) == results.digest(other, *key)
-    ]  # fmt: skip
-    if not common:
+    pairs = _pairs(results, model, other or Model(ORIGINAL, model.branch))
+    if not pairs[0]:
         return None
-    table = against([(scores[key], base[key]) for key in common])
-    return len(common), PairedComparison.model_validate(table)
+    table = against(list(zip(*pairs, strict=True)))
+    return len(pairs[0]), PairedComparison.model_validate(table)
 
 
 def decide(results: Results, margin: float) -> Decision | None:
     """The verdict on the best of the recipe's hybrid and its checkpoints; None without scores.
 
     A model may ship if the whole 95 % interval of its loss of points against the original lies
-    within `margin`, and may not if the whole interval lies beyond; else it is not decided. Among
-    models with the best verdict the best has the highest score, and among equals the lowest loss at
-    the last positions, and then the least training. Models that lack tasks or samples of others
-    are left out.
+    within `margin`, and may not if the whole interval lies beyond; else it is not decided. A loss
+    within the margin is small if its interval excludes 0. Among models with the best verdict the
+    best has the highest score, and among equals the lowest loss at the last positions, and then the
+    least training. Models that lack tasks or samples of others are left out.
     """
     original = results.samples(Model(ORIGINAL))
-    samples = {
-        model: results.samples(model)
-        for model in results.models
-        if not model.branch and not model.is_original and results.samples(model)
-    }
-    names = list(samples)
-    if not names or not any(any(scores) for scores in original.values()):
+    models = [model for model in results.models if not (model.branch or model.is_original)]
+    counts = {model: sum(map(len, results.samples(model).values())) for model in models}
+    if not any(any(scores.values()) for scores in original.values()):
         return None
-    most = max(sum(map(len, samples[name].values())) for name in names)
     decisions = []
-    for name in names:
-        found = overall(results, name)
-        if found is not None and sum(map(len, samples[name].values())) == most:
+    for model in models:
+        found = overall(results, model)
+        if found is not None and counts[model] == max(counts.values()):
             verdict = verdict_of(found[1], margin)
-            needed = None if verdict != "not decided" else _needed(samples[name], original, margin)
-            decisions.append(Decision(verdict, name, *found, needed))
+            needed = None
+            if verdict == "not decided":
+                pairs = _pairs(results, model, Model(ORIGINAL))
+                needed = deciding_samples(*pairs, margin / 100)
+            decisions.append(Decision(verdict, model, *found, needed))
 
     def quality(decision: Decision) -> tuple[int, float, float, int]:
         last = last_loss(results, decision.model)
         points = round(decision.against.difference, 9)
-        return _RANKS[decision.verdict], points, -last.mean if last else 0.0, -decision.model.tokens
+        rank = -_VERDICTS.index(decision.verdict)
+        return rank, points, -last.mean if last else 0.0, -decision.model.tokens
 
     return max(decisions, key=quality, default=None)
 
 
 def verdict_of(compared: PairedComparison, margin: float) -> Verdict:
     if compared.difference_low >= -margin:
-        return "ship"
+        return "ship" if compared.difference_high >= 0 else "a small loss"
     return "do not ship" if compared.difference_high < -margin else "not decided"
-
-
-def _needed(scores: SampleScores, original: SampleScores, margin: float) -> int | None:
-    common = [key for key in scores if len(scores[key]) == len(original.get(key, ()))]
-    parts = [scores[key] for key in common], [original[key] for key in common]
-    return deciding_samples(*parts, margin / 100)
 
 
 def last_loss(results: Results, model: Model) -> BinLoss | None:
@@ -148,17 +145,19 @@ def _verdict(decision: Decision | None, margin: float) -> str:
     compared = decision.against
     tasks = "1 task" if decision.tasks == 1 else f"{decision.tasks} tasks and lengths"
     found = (
-        f"the {decision.model.label.lower()}: {points(compared)} points against the original "
+        f"{decision.model.label.lower()}: {points(compared)} points against the original "
         f"over {tasks} ({compared.samples:,} samples)"
     )
     if decision.verdict == "ship":
-        return f"Ship {found}, within the margin of {margin:g} points."
+        return f"Ship the {found}, within the margin of {margin:g} points."
+    if decision.verdict == "a small loss":
+        return f"A significant loss within the margin of {margin:g} points, the {found}."
     if decision.verdict == "do not ship":
-        return f"Do not ship {found}, beyond the margin of {margin:g} points."
+        return f"Do not ship the {found}, beyond the margin of {margin:g} points."
     more = "no number of samples would decide"
     if decision.needed is not None:
         more = f"about {_rounded_up(decision.needed):,} samples would decide"
-    return f"Not decided, {found}; for a margin of {margin:g} points {more}."
+    return f"Not decided, the {found}; for a margin of {margin:g} points {more}."
 
 
 def _rounded_up(number: int) -> int:
@@ -177,23 +176,23 @@ def gain(results: Results, model: Model) -> tuple[int, PairedComparison] | None:
 
 
 def _over_branches(results: Results) -> Iterator[str]:
-    """The recipe's hybrid against the best branch, before training and after all of it."""
+    """The recipe's hybrid against those of branches, before training and after all of it."""
     amounts = {model.tokens for model in results.models}
     for tokens in sorted({0, max(amounts, default=0)}):
         found = {m: gain(results, m) for m in results.models if m.tokens == tokens}
         compared = {model: outcome[1] for model, outcome in found.items() if outcome is not None}
-        if compared:
-            best = min(compared, key=lambda model: compared[model].difference)
-            when = f"after {tokens:,} tokens of both" if tokens else "before training"
-            others = f", the best of {len(compared)} branches," if len(compared) > 1 else ""
-            yield (
-                f"The recipe's hybrid scores {points(compared[best])} points against that of "
-                f"{best.branch}{others} {when}."
-            )
+        p_values = holm([one.p_value for one in compared.values()])
+        texts = [
+            f"{points(one)} against {model.branch} ({'' if p < LEVEL else 'not '}significant)"
+            for (model, one), p in zip(compared.items(), p_values, strict=True)
+        ]
+        if texts:
+            when = f"After {tokens:,} tokens of each" if tokens else "Before training"
+            yield f"{when} the recipe's hybrid scores {', '.join(texts)}."
 
 
 def _cache(results: Results) -> str:
-    tokens = max(results.lengths, default=results.main.config.max_positions or 32 * 1024)
+    tokens = results.longest
     caches = results.main.caches(tokens)
     served = "which vLLM does not serve"
     if caches.vllm_share is not None and caches.vllm is not None:

@@ -1,9 +1,13 @@
-"""The report's tables, and its page (page.html)."""
+"""The report's tables and samples, its summary, and its page (page.html)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import PurePath
+from typing import Any
 
+from stages.context import StageConfig
 from stages.evaluate.scores import MeanScore, SuiteScores
 from stages.evaluate.suites import suite_title
 from stages.formats import (
@@ -19,51 +23,111 @@ from stages.pages.page import render
 from stages.pages.tables import Cell, Group, Table
 from stages.report import charts
 from stages.report.decision import decide, gain, last_loss, points, sentences
-from stages.report.predictions import anchor, samples_by_model
-from stages.report.provenance import Provenance
-from stages.report.results import SHOWN_SAMPLES, Model, Results
+from stages.report.provenance import provenance
+from stages.report.results import Model, Results, answers
 from stages.report.stage import ReportConfig
 from stages.search.charts import front_picture, trace
 
-_TEMPLATE = "stages/report/page.html"
+# Samples that the page shows for each score, and characters of an output.
+SHOWN_SAMPLES, _SHOWN_CHARACTERS = 3, 400
+# Model, suite, task, length.
+Score = tuple[Model, str, str, int]
 
 
-def page(results: Results, provenance: Provenance, section: ReportConfig) -> str:
+def page(results: Results, config: StageConfig[ReportConfig]) -> str:
     """The self-contained page, from the verdict down to the provenance of its numbers."""
     search = results.main.search
-    verdict, *more = sentences(results, section)
+    share = f"ρ = {search.sliding / search.total:.3g}, W = {search.window_sizes}"
+    verdict, *more = sentences(results, config.section)
     return render(
-        _TEMPLATE, title=provenance.title, subtitle=provenance.subtitle, provenance=provenance,
+        "stages/report/page.html", title=config.section.title, search=search,
+        subtitle=f"{PurePath(config.model.path).name} made hybrid: {share}, method "
+        f"{search.mask.method}",
         verdict=verdict, sentences=more, notes=results.notes,
-        decision=decide(results, section.margin), models=model_table(results),
-        front=front_picture(search.front) if search.front else None,
-        trace=trace(search.summary, search.mask.mask.key, "score"), search=search,
-        by_tokens=charts.scores_by_tokens(results), positions=charts.loss_by_position(results),
-        loss=charts.training_loss(results.training, results.loss_in_words),
+        decision=decide(results, config.section.margin), models=model_table(results),
+        path=front_picture(search.front) if search.front
+        else trace(search.summary, search.mask.mask.key, "score"),
+        curves=[one for one in charts.curves_of(results) if one],
         cache=charts.memory_by_length(results), lengths=length_table(results),
-        mask=charts.head_mask(search), scores=score_table(results), filters=filters(results),
-        predictions=samples_by_model(results.predictions), shown_samples=SHOWN_SAMPLES,
+        mask=charts.head_mask(search), scores=score_table(results),
+        samples=shown_samples(results), anchor=anchor, provenance=provenance(config, results),
     )  # fmt: skip
 
 
+def summarize(results: Results, section: ReportConfig) -> dict[str, Any]:
+    """The page's numbers; scores in points."""
+    main, price = results.main, section.gpu_hour_price
+    search, decision = main.search, decide(results, section.margin)
+    lengths = results.lengths or [main.config.max_positions or 32 * 1024]
+    budget, models = main.materialized.budget, model_table(results)
+    return {
+        "title": section.title,
+        "model": search.mask.model,
+        "method": search.mask.method,
+        "sentences": sentences(results, section),
+        "decision": None if decision is None else {
+            "verdict": decision.verdict, "model": decision.model.name, "folder": decision.folder,
+            "margin": section.margin, "needed_samples": decision.needed,
+            "against_original": decision.against.model_dump(mode="json"),
+        },
+        "models": [
+            {
+                **model._asdict(), "tokens": model.tokens,
+                "scores": {name: one.average for name, one in results.tables(model).items()},
+                "last_loss": None if (loss := last_loss(results, model)) is None else loss.mean,
+                "recipe_is_ahead_by": None if (found := gain(results, model)) is None
+                else found[1].model_dump(mode="json"),
+            }
+            for model in results.models
+        ],
+        "table": models.records if models is not None else [],
+        "measured": [
+            point.model_dump(mode="json", include={"length", "over_original"})
+            for point in results.measured_points
+        ],
+        "swa_ratio": search.sliding / search.total,
+        "window_sizes": [window.size for window in search.windows[::-1]],
+        "sinks": search.mask.sinks,
+        "kv_cache_bytes": {str(length): main.caches(length)._asdict() for length in lengths},
+        **({} if budget is None else {"budget": budget.model_dump()}),
+        **({} if search.front is None else {"point": search.front.chosen}),
+        "stage_seconds": results.stage_seconds,
+        "gpu_hours": results.gpu_hours,
+        "cost": None if price is None
+        else {section.currency: round(price * results.total_gpu_hours, 2)},
+        "absent_stages": list(results.absent),
+    }  # fmt: skip
+
+
 def model_table(results: Results) -> Table | None:
-    """A row for each model: its scores, how far the recipe's is ahead, its last loss; or None."""
+    """A row for each model: scores, how far the recipe's is ahead, last loss, cache; or None."""
     suites, models = results.suites, results.models
     has_losses = any(last_loss(results, model) for model in models)
     gains = {model: found[1] for model in models if (found := gain(results, model))}
+    tokens = results.longest
     header = ["model", *(f"{suite_title(suite)}, average" for suite in suites)]
     header += ["the recipe's hybrid is ahead by"] if gains else []
     if has_losses:
         tables = filter(None, map(results.positions, models))
         first, end = next(table for table in tables if table.difference).edges[-2:]
         header.append(f"loss above the original's, tokens {first:,} to {end - 1:,}")
+    header.append(f"KV cache at {format_length(tokens)}")
     rows = []
     for model in models:
         row = [model.label]
         row += [_average(results.tables(model).get(suite), model) for suite in suites]
         if gains:
             row.append(points(gains[model]) if model in gains else "")
-        rows.append(row + ([_loss(results, model)] if has_losses else []))
+        row += [_loss(results, model)] if has_losses else []
+        caches = results.branches[model.branch].caches(tokens)
+        if model.is_original:
+            row.append(format_bytes(caches.original))
+        else:
+            vllm = caches.vllm_share
+            more = [] if vllm is None else [f"{format_share(round(vllm, 3))} in vLLM"]
+            share = format_share(round(caches.share, 3))
+            row.append(Cell(f"{share} in generate", more=more))
+        rows.append(row)
     return Table("", header, [Group(rows)], text_columns=1) if rows else None
 
 
@@ -86,21 +150,19 @@ def _loss(results: Results, model: Model) -> Cell:
 def score_table(results: Results) -> Table | None:
     """A row for each task and length of every suite, a column for each model; None without any."""
     tables = {model: results.tables(model) for model in results.models if results.tables(model)}
-    models = list(tables)
     groups = []
     for suite in results.suites:
-        scored = {name: tables[name][suite] for name in models if suite in tables[name]}
+        scored = {model: tables[model][suite] for model in tables if suite in tables[model]}
         places = dict.fromkeys(
             (task, at) for one in scored.values() for task, by in one.tasks.items() for at in by
         )
         rows: list[list[str]] = []
         for task, at in places:
-            text = format_length(at) if at else ""
-            found = {name: one.tasks.get(task, {}).get(at) for name, one in scored.items()}
-            cells = (_score(found.get(name), anchor(name, suite, task, at)) for name in models)
-            rows.append([Cell(task, task=task, length=text), text, *cells])
-        groups += [Group(rows), Group(list(_totals(suite, models, scored)), is_total=True)]
-    header = ["task", "context", *(model.label for model in models)]
+            found = {model: one.tasks.get(task, {}).get(at) for model, one in scored.items()}
+            cells = (_score(found.get(model), anchor(model, suite, task, at)) for model in tables)
+            rows.append([task, format_length(at) if at else "", *cells])
+        groups += [Group(rows), Group(list(_totals(suite, list(tables), scored)), is_total=True)]
+    header = ["task", "context", *(model.label for model in tables)]
     return Table("", header, groups, text_columns=1) if groups else None
 
 
@@ -108,15 +170,14 @@ def _totals(
     suite: str, models: list[Model], scored: dict[Model, SuiteScores]
 ) -> Iterable[list[str]]:
     for at in sorted({at for one in scored.values() for at in one.by_length}):
-        text = format_length(at) if at else ""
-        found = {name: one.by_length.get(at) for name, one in scored.items()}
-        cells = (_score(found.get(name), anchor(name)) for name in models)
-        yield [Cell(f"{suite_title(suite)}, all tasks", length=text), text, *cells]
+        found = {model: one.by_length.get(at) for model, one in scored.items()}
+        cells = (_score(found.get(model), anchor(model)) for model in models)
+        yield [f"{suite_title(suite)}, all tasks", format_length(at) if at else "", *cells]
     for group in dict.fromkeys(group for one in scored.values() for group in one.groups):
-        means = {name: one.groups.get(group) for name, one in scored.items()}
+        means = {model: one.groups.get(group) for model, one in scored.items()}
         largest = max((mean for mean in means.values() if mean), key=lambda mean: len(mean.tasks))
         label = f"{group} ({len(largest.tasks)} of {largest.of} tasks)"
-        yield [label, "", *(_score(means.get(name), anchor(name)) for name in models)]
+        yield [label, "", *(_score(means.get(model), anchor(model)) for model in models)]
 
 
 def _score(score: MeanScore | None, target: str) -> Cell:
@@ -125,16 +186,6 @@ def _score(score: MeanScore | None, target: str) -> Cell:
     ends = f"{format_score(score.low)}–{format_score(score.high)}"
     share = score.score / 100
     return Cell(format_score(score.score), target=f"#{target}", more=[ends], share=share)
-
-
-def filters(results: Results) -> dict[str, list[str]]:
-    """Tasks and lengths that have a score, for the page's filter."""
-    tables = [one.tasks for model in results.models for one in results.tables(model).values()]
-    lengths = {at for table in tables for by_length in table.values() for at in by_length if at}
-    return {
-        "task": list(dict.fromkeys(task for table in tables for task in table)),
-        "length": [format_length(length) for length in sorted(lengths)],
-    }
 
 
 def length_table(results: Results) -> Table:
@@ -172,3 +223,38 @@ def _size(size: int | None, of: int | None = None) -> Cell:
     if size is None:
         return Cell("–")
     return Cell(format_bytes(size), more=[format_share(round(size / of, 3))] if of else [])
+
+
+def anchor(model: Model, *place: str | int) -> str:
+    """The id on the page of a model's samples or, with suite, task and length, of a score's."""
+    name = f"{model.name}@{model.branch}" if model.branch else model.name
+    return re.sub(r"[^\w.-]+", "_", "-".join(("samples", name, *map(str, place))))
+
+
+def shown_samples(results: Results) -> dict[Model, dict[str, dict[str, Any]]]:
+    """By model and anchor of a score: its label, and the samples with the lowest scores."""
+    models: dict[Model, dict[str, dict[str, Any]]] = {model: {} for model in results.models}
+    for branch, own in results.branches.items():
+        for record in answers(own.folders):
+            model = Model(record["checkpoint"], branch)
+            if "score" in record and model in models:
+                suite, task, length = record["suite"], record["task"], record["length"]
+                label = f"{task} at {format_length(length)}" if length else task
+                cell = models[model].setdefault(
+                    anchor(model, suite, task, length), {"label": label, "samples": []}
+                )
+                cell["samples"].append(record)
+                cell["samples"].sort(key=lambda one: (one["score"], one["index"]))
+                del cell["samples"][SHOWN_SAMPLES:]
+    for cell in (cell for cells in models.values() for cell in cells.values()):
+        cell["samples"] = list(map(_sample, cell["samples"]))
+    return {model: cells for model, cells in models.items() if cells}
+
+
+def _sample(record: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        "score": f"{record['index']}: {format_score(100 * record['score'])}",
+        "prompt": str(record.get("question", "")),
+        "expected": ", ".join(map(str, record.get("answers", ()))),
+        "output": str(record.get("output", ""))[:_SHOWN_CHARACTERS],
+    }

@@ -28,12 +28,10 @@ from stages.train.stage import TrainConfig, TrainingStep, checkpoint_tokens, rea
 
 # Stages that evaluate models.
 _EVALUATING = ("original", "evaluate")
-# Samples that the page shows for each score.
-SHOWN_SAMPLES = 3
-# Model, suite, task, length.
-ScoreKey = tuple["Model", str, str, int]
-# Scores in [0, 1] of one model by suite, task and length, in the order of the samples.
-SampleScores = Mapping[tuple[str, str, int], list[float]]
+# Suite, task, length.
+Place = tuple[str, str, int]
+# Scores in [0, 1] of one model's samples, by what identifies a sample.
+SampleScores = Mapping[Place, Mapping[str, float]]
 
 
 @dataclass(frozen=True)
@@ -120,44 +118,11 @@ class Model(NamedTuple):
         return f"{name} after {self.tokens:,} tokens" if self.tokens else f"{name}, untrained"
 
 
-def collect_predictions(
-    records: Iterable[Mapping[str, Any]], branch: str = ""
-) -> dict[ScoreKey, list[Mapping[str, Any]]]:
-    """The `SHOWN_SAMPLES` samples with the lowest scores behind each score of a branch."""
-    cells: dict[ScoreKey, list[Mapping[str, Any]]] = {}
-    for record in records:
-        if "score" not in record:
-            continue
-        model = Model(record["checkpoint"], branch)
-        cell = cells.setdefault((model, record["suite"], record["task"], record["length"]), [])
-        cell.append(record)
-        cell.sort(key=lambda record: (record["score"], record["index"]))
-        del cell[SHOWN_SAMPLES:]
-    return cells
-
-
-def collect_scores(
-    records: Iterable[Mapping[str, Any]], scores: Scores
-) -> dict[str, dict[tuple[str, str, int], list[float]]]:
-    """Scores of all models' samples, of tasks that have a score.
-
-    `records` are in the order of samples.jsonl.
-    """
-    by_model: dict[str, dict[tuple[str, str, int], list[float]]] = {}
-    for record in records:
-        suite, task, length = place = record["suite"], record["task"], record["length"]
-        table = scores.checkpoints.get(record["checkpoint"], {}).get(suite)
-        if table is not None and length in table.tasks.get(task, {}):
-            cells = by_model.setdefault(record["checkpoint"], {})
-            cells.setdefault(place, []).append(record["score"])
-    return by_model
-
-
 @dataclass(frozen=True)
 class Branch:
     """The hybrids of the recipe, or of a branch; `scores` are empty without an evaluation.
 
-    `samples` are the scores of single samples by the models' names, the original's among them.
+    `samples` are those of each model by name, the original's among them.
     """
 
     search: Search
@@ -181,7 +146,7 @@ class Branch:
             state_bytes=materialized.state_bytes,
         )
         config = read_model_config(inputs["materialize"])
-        samples = collect_scores(answers(inputs), scores)
+        samples = sample_scores(answers(inputs), scores)
         return cls(search, materialized, cache, config, scores, samples, dict(inputs))
 
     @property
@@ -244,22 +209,6 @@ class Results:
         """Scores of a model's samples."""
         return self.branches[model.branch].samples.get(model.name, {})
 
-    def digest(self, model: Model, suite: str, task: str, length: int) -> str | None:
-        """The identity of the samples that a model answered."""
-        digests = self.branches[model.branch].scores.digests
-        return digests.get(suite, {}).get(task, {}).get(length)
-
-    @property
-    def predictions(self) -> dict[ScoreKey, list[Mapping[str, Any]]]:
-        """Samples behind each score of each model."""
-        models = set(self.models)
-        return {
-            place: samples
-            for branch, own in self.branches.items()
-            for place, samples in collect_predictions(answers(own.folders), branch).items()
-            if place[0] in models
-        }
-
     @property
     def suites(self) -> list[str]:
         return list(dict.fromkeys(suite for model in self.models for suite in self.tables(model)))
@@ -284,6 +233,11 @@ class Results:
         return sorted(lengths)
 
     @property
+    def longest(self) -> int:
+        """The longest context that was scored or measured, else the model's positions."""
+        return max(self.lengths, default=self.main.config.max_positions or 32 * 1024)
+
+    @property
     def stage_seconds(self) -> dict[str, float]:
         """Wall time of each stage, in the order of the pipeline."""
         return {stage: manifest.seconds for stage, manifest in self.manifests.items()}
@@ -296,6 +250,22 @@ class Results:
     @property
     def total_gpu_hours(self) -> float:
         return sum(self.gpu_hours.values())
+
+
+def sample_scores(
+    records: Iterable[Mapping[str, Any]], scores: Scores
+) -> dict[str, dict[Place, dict[str, float]]]:
+    """Scores of all models' samples, of tasks that have a score."""
+    by_model: dict[str, dict[Place, dict[str, float]]] = {}
+    for record in records:
+        suite, task, length = place = record["suite"], record["task"], record["length"]
+        table = scores.checkpoints.get(record["checkpoint"], {}).get(suite)
+        if table is not None and length in table.tasks.get(task, {}):
+            # Two samples with one index are different questions if the seeds differ.
+            sample = f"{record['index']}: {record.get('question')}"
+            cells = by_model.setdefault(record["checkpoint"], {})
+            cells.setdefault(place, {})[sample] = record["score"]
+    return by_model
 
 
 def load_results(

@@ -1,20 +1,23 @@
-"""Stage report: one self-contained HTML page, a summary file and a table on the terminal."""
+"""Stage report: one self-contained HTML page, its table as CSV and on the terminal, a summary."""
 
 from __future__ import annotations
 
+import csv
+import io
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.text import Text
+
 from bosch.files import write_json, write_text
 from stages.context import StageConfig
 from stages.published import Summary
-from stages.report.page import page
-from stages.report.provenance import collect_provenance
+from stages.report.page import model_table, page, summarize
 from stages.report.results import load_results
-from stages.report.stage import PAGE, ReportConfig
-from stages.report.terminal import print_summary, summarize
+from stages.report.stage import PAGE, TABLE, ReportConfig
 from stages.train.stage import TrainConfig
 
 logger = logging.getLogger(__name__)
@@ -23,20 +26,28 @@ logger = logging.getLogger(__name__)
 def run(
     config: StageConfig[ReportConfig], inputs: Mapping[str, Path], work_dir: Path
 ) -> dict[str, Any]:
-    """Write index.html and summary.json below `work_dir` and print the headline numbers.
+    """Write index.html, models.csv and summary.json below `work_dir`; print table and sentences.
 
-    `inputs` maps the names of the recipe's stages to their published directories; the page shows
-    other stages as left out. Returns the content of summary.json. Raises RunError when a published
-    directory is incomplete.
+    `inputs` maps the names of the recipe's stages, and `<stage>@<branch>`, to their published
+    directories; the page shows other stages as left out. Returns the content of summary.json.
+    Raises RunError when a published directory is incomplete.
     """
     train = config.upstream.get("train")
     training = train if isinstance(train, TrainConfig) else None
     results = load_results(inputs, config.other_stages, training)
-    provenance = collect_provenance(config, results)
-    file = work_dir / PAGE
-    write_text(file, page(results, provenance, config.section))
-    summary = summarize(results, provenance.title, config.section)
+    write_text(work_dir / PAGE, page(results, config))
+    summary = summarize(results, config.section)
     write_json(work_dir / Summary.FILE, summary)
-    print_summary(results, summary)
-    logger.info("report written: %s bytes of HTML", f"{file.stat().st_size:,}")
+    if (table := model_table(results)) is not None:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, table.header)
+        writer.writeheader()
+        writer.writerows(table.records)
+        write_text(work_dir / TABLE, text.getvalue())
+        table.print()
+    decision = summary["decision"]
+    folder = [f"The model: {decision['folder']}, in the run's folder."] if decision else []
+    verdict, *more = summary["sentences"]
+    for sentence in [verdict, *folder, *more, *results.notes]:
+        Console().print(Text(sentence))
     return summary

@@ -29,6 +29,7 @@ class ReportConfig(Section):
 
 
 PAGE = "index.html"
+TABLE = "models.csv"
 
 
 STAGE = Stage(

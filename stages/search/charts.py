@@ -74,7 +74,7 @@ def trace(summary: SearchSummary, mask: str, quantity: str) -> Picture | None:
     x = Axis("Evaluation", "whole", domain=ends).of(alt.X, "x")
     y = _AXES[quantity].of(alt.Y, "y")
     dots = alt.Chart(values(rows)).mark_point(filled=True, size=40, opacity=0.85)
-    dots = dots.encode(x=x, y=y, color=colour(look), shape=shape(look), tooltip="tip:N")
+    dots = dots.encode(x=x, y=y, color=colour(look), shape=shape(look))
     stairs = alt.Chart(values(best)).mark_line(interpolate="step-after", strokeWidth=1.5)
     stairs = stairs.encode(x=x, y=y, color=colour(look), detail="run:N")
     chart = layers(dots, *([stairs] if best else []))

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from bosch.analysis.intervals import holm
 from stages.evaluate.scores import HYBRID, ORIGINAL, BinLoss, PositionLoss
-from stages.report.decision import Decision, decide, gain, overall, sentences
-from stages.report.results import Model, Results, collect_scores, load_results
+from stages.report.decision import Decision, decide, overall, sentences
+from stages.report.results import Model, Results, load_results, sample_scores
 from stages.report.stage import ReportConfig
 from tests import report_fixture
 
@@ -33,12 +34,15 @@ def with_answers(results: Results, right: Mapping[Any, int], count: int) -> Resu
 
 
 def with_samples(results: Results, samples: Mapping[Any, Any]) -> Results:
-    """Samples of models, by names or by pairs of branch and name."""
+    """Scores of models' samples, by names or by pairs of branch and name."""
     table = {"needle": results.main.scores.checkpoints[ORIGINAL]["needle"]}
     by_branch: dict[str, dict[str, Any]] = {}
     for key, cells in samples.items():
         branch, name = key if isinstance(key, tuple) else ("", key)
-        by_branch.setdefault(branch, {})[name] = cells
+        by_branch.setdefault(branch, {})[name] = {
+            place: {str(index): score for index, score in enumerate(scores)}
+            for place, scores in cells.items()
+        }
     branches = {}
     for branch, cells in by_branch.items():
         old = results.branches[branch]
@@ -83,10 +87,10 @@ def test_the_interval_of_the_loss_decides(
 def test_the_margin_is_the_recipes(results: Results) -> None:
     made = with_answers(results, {ORIGINAL: 1000, HYBRID: 960}, 1000)
     verdicts = {margin: decided(made, margin).verdict for margin in (1.0, 4.0, 6.0)}
-    assert verdicts == {1.0: "do not ship", 4.0: "not decided", 6.0: "ship"}
+    assert verdicts == {1.0: "do not ship", 4.0: "not decided", 6.0: "a small loss"}
     sentence = sentences(made, ReportConfig(margin=6))[0]
-    assert sentence.startswith("Ship the hybrid, untrained: −4.0 [")
-    assert sentence.endswith("over 1 task (1,000 samples), within the margin of 6 points.")
+    assert "margin of 6 points, the hybrid, untrained: −4.0 [" in sentence
+    assert sentence.endswith("against the original over 1 task (1,000 samples).")
 
 
 def test_as_many_samples_as_stated_decide(results: Results) -> None:
@@ -123,7 +127,10 @@ def test_models_without_all_samples_and_an_original_without_answers(results: Res
     """A last checkpoint that failed a suite does not remove the others."""
     made = with_answers(results, {ORIGINAL: 100, HYBRID: 50, FIRST: 99, LAST: 100}, 100)
     harness = {("harness", "mmlu", 0): [1.0] * 100}
-    own = made.main.samples
+    own = {
+        name: {place: [*scores.values()] for place, scores in cells.items()}
+        for name, cells in made.main.samples.items()
+    }
     whole = {name: {**suites, **harness} for name, suites in own.items() if name != LAST}
     found = decided(with_samples(made, {**whole, LAST: own[LAST]}))
     assert (found.model.name, found.tasks) == (FIRST, 2)
@@ -150,40 +157,48 @@ def test_a_task_without_a_score_counts_for_nothing() -> None:
     ]
     table = {"needle": SimpleNamespace(tasks={"vt": {512: None}})}
     scores: Any = SimpleNamespace(checkpoints={HYBRID: table})
-    assert collect_scores(records, scores) == {HYBRID: {("needle", "vt", 512): [0.0, 0.5, 1.0]}}
+    found = sample_scores(records, scores)[HYBRID]
+    assert {place: [*cells.values()] for place, cells in found.items()} == {
+        ("needle", "vt", 512): [0.0, 0.5, 1.0]
+    }
 
 
-def test_the_recipe_is_compared_with_the_best_branch_before_and_after_training(
-    results: Results,
-) -> None:
+def test_the_recipe_is_compared_with_branches_before_and_after_training(results: Results) -> None:
+    """By Holm, a p-value of 0.03 among two is not significant."""
     right = {ORIGINAL: 200, HYBRID: 150, LAST: 196}
     right |= {("intr", ORIGINAL): 200, ("intr", HYBRID): 20, ("intr", LAST): 180}
     said = " ".join(sentences(with_answers(results, right, 200), ReportConfig()))
-    assert "scores +65.0 [" in said and "against that of intr before training." in said
-    assert "scores +8.0 [" in said and "of intr after 2,000 tokens of both." in said
-    again = {**results.branches, "other": results.branches["intr"]}
-    more = {("other", ORIGINAL): 200, ("other", HYBRID): 149}
-    made = with_answers(replace(results, branches=again), right | more, 200)
-    folders = {**made.branches["other"].folders, "materialize": Path("other")}
-    other = replace(made.branches["other"], folders=folders)
-    made = replace(made, branches={**made.branches, "other": other})
-    said = " ".join(sentences(made, ReportConfig()))
-    assert "scores +0.5 [" in said and "other, the best of 2 branches, before training." in said
+    assert "Before training the recipe's hybrid scores +65.0 [" in said
+    assert "against intr (significant). After 2,000 tokens of each the recipe's hybrid" in said
+    folders = {**results.branches["intr"].folders, "materialize": Path("other")}
+    other = replace(results.branches["intr"], folders=folders)
+    made = replace(results, branches={**results.branches, "other": other})
+    right |= {("other", ORIGINAL): 200, ("other", HYBRID): 149}
+    said = " ".join(sentences(with_answers(made, right, 200), ReportConfig()))
+    assert "against intr (significant), +0.5 [" in said and "other (not significant). After" in said
+    assert holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
+    assert holm([0.7, 0.9]) == [1.0, 1.0] and holm([]) == []
 
 
-def test_other_samples_are_not_compared(results: Results) -> None:
+def test_other_samples_are_not_compared() -> None:
     """A branch with another seed is compared with its own original alone."""
-    made = with_answers(
-        results, {ORIGINAL: 9, HYBRID: 9, ("intr", ORIGINAL): 9, ("intr", HYBRID): 3}, 9
+    scores: Any = SimpleNamespace(
+        checkpoints={HYBRID: {"needle": SimpleNamespace(tasks={"vt": {512: None}})}}
     )
-    branch = made.branches["intr"]
-    digests = {"needle": {"vt": {512: "another"}}}
-    branch = replace(branch, scores=branch.scores.model_copy(update={"digests": digests}))
-    made = replace(made, branches={"": made.main, "intr": branch})
-    ours, other = Model(HYBRID), Model(HYBRID, "intr")
-    assert overall(made, ours, other) is None and gain(made, other) is None
-    own = overall(made, other)
-    assert own is not None and own[1].difference == pytest.approx(-200 / 3)
+    record = {"checkpoint": HYBRID, "suite": "needle", "task": "vt", "length": 512, "index": 0}
+    one, other = (
+        sample_scores([{**record, "score": 1.0, "question": text}], scores)[HYBRID]
+        for text in ("Where?", "Who?")
+    )
+    [place] = one
+    assert one[place].keys() != other[place].keys()
+
+
+def test_a_significant_loss_within_the_margin_is_no_advice_to_ship(results: Results) -> None:
+    made = with_answers(results, {ORIGINAL: 2000, HYBRID: 1980}, 2000)
+    assert decided(made).verdict == "a small loss"
+    sentence = sentences(made, ReportConfig())[0]
+    assert sentence.startswith("A significant loss within the margin of 2 points, the hybrid, ")
 
 
 def test_the_sentences_state_caches_of_both_engines_speed_and_cost(
