@@ -64,6 +64,9 @@ class Runtime(Section):
     """Examples per forward pass outside training."""
     sharding: Literal["none", "fsdp", "deepspeed"] = "none"
     """How training shards the model over processes."""
+    replicas: Annotated[int, Field(gt=0, le=1024)] = 1
+    """Copies of the model, each of which fsdp shards over its part of the processes, adjacent in
+    rank (HSDP): the number of nodes, to gather weights within a node only."""
     context_parallel: Annotated[int, Field(gt=0, le=1024)] = 1
     """Processes that share each sequence in training: full heads gather all its keys and values,
     sliding heads only those within their windows."""
@@ -73,6 +76,8 @@ class Runtime(Section):
     device by formula."""
     offload_activations: Flag = False
     """Keep the layers' inputs in host memory between forward and backward pass."""
+    profile_steps: Annotated[list[Count], Field(min_length=2, max_length=2)] | None = None
+    """First and last step that torch's profiler records, beside tensorboard's figures."""
     save_every_steps: int = Field(100, gt=0, le=MOST)
     """Steps between the restart points of training."""
     save_every_minutes: Minutes = 30

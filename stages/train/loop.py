@@ -22,12 +22,15 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerAction, profile, tensorboard_trace_handler
+from torch.profiler import schedule as profiler_schedule
 
 from bosch.errors import RunError
 from bosch.model.interface import layouts_of
 from bosch.ranks import limit_collectives
 from stages.context import Runtime
 from stages.formats import format_bytes
+from stages.published import TENSORBOARD
 from stages.train.checkpoint import CheckpointWriter
 from stages.train.data import Batch, Collate, PackedSequences, SourceTokens
 from stages.train.decisions import RestartTimer, step_timeout
@@ -85,6 +88,8 @@ class Loop:
         if self.metrics_log is not None:
             self.metrics_log.begin()
         self._make_moments()
+        profiler = self.profiler(first)
+        profiler.start()
         while self.step < self.schedule.steps and not stop:
             self.step += 1
             self.start_step()
@@ -100,12 +105,27 @@ class Loop:
             if not math.isfinite(held_out):  # this step's update must not be saved
                 raise self.divergence(f"the held-out loss is {held_out}")
             self.save(is_due)
+            profiler.step()
             if self.step == first + 1 and self.metrics_log is not None:
                 logger.info(
                     "peak memory in two steps: %s (on a CPU of the whole process), planned: %s",
                     format_bytes(peak_memory()), format_bytes(self.planned_memory),
                 )  # fmt: skip
+        profiler.stop()
         self.restarts.wait()
+
+    def profiler(self, first: int) -> Any:
+        """torch's profiler for runtime.profile_steps, when step `first` is the next one."""
+        begin, end = self.runtime.profile_steps or (0, 0)
+        if begin < first:
+            return profile(schedule=lambda number: ProfilerAction.NONE)
+        folder = self.restarts.directory.parent / TENSORBOARD
+        rank = f"rank-{self.accelerator.process_index}"
+        wait = begin - first
+        return profile(
+            schedule=profiler_schedule(wait=wait, warmup=0, active=end - begin + 1, repeat=1),
+            on_trace_ready=tensorboard_trace_handler(str(folder), rank, use_gzip=True),
+        )
 
     def start_step(self) -> None:
         """Set learning rate and random seed, which are not in restart points.

@@ -236,10 +236,14 @@ def shard_and_fill(accelerator: Any, model: Any, weights: dict[str, Tensor]) -> 
     _fill(model, weights, accelerator.device)
 
 
-def shard_teacher(teacher: Any, weights: dict[str, Tensor], device: torch.device) -> None:
+def shard_teacher(accelerator: Any, teacher: Any, weights: dict[str, Tensor]) -> None:
     """Shard and fill a model that is not trained, layer by layer, in its own precision."""
     teacher.tie_weights()  # one parameter for both tables, before it is sharded
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    device, copies = accelerator.device, accelerator.torch_device_mesh
+    if copies is None:
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    else:
+        mesh = copies[tuple(accelerator.parallelism_config.fsdp_dim_names)]
     for layer in teacher.get_decoder().layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(teacher, mesh=mesh)

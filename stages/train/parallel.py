@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState
 from accelerate.utils import (
     DeepSpeedPlugin,
@@ -52,7 +53,7 @@ def whole_weight(weight: Any) -> Tensor:
 
 def sharding_layout(runtime: Runtime) -> dict[str, object]:
     """How the shards of a restart point are split."""
-    return {"sharding": runtime.sharding, "processes": world_size()}
+    return {"sharding": runtime.sharding, "processes": world_size(), "replicas": runtime.replicas}
 
 
 def actual_sharding(runtime: Runtime) -> Runtime:
@@ -61,7 +62,7 @@ def actual_sharding(runtime: Runtime) -> Runtime:
     Raises UserError if DeepSpeed is not installed.
     """
     if world_size() == 1:
-        return runtime.model_copy(update={"sharding": "none"})
+        return runtime.model_copy(update={"sharding": "none", "replicas": 1})
     if runtime.sharding == "deepspeed":
         require_package(
             "deepspeed", "runtime.sharding = deepspeed", "set runtime.sharding to fsdp or none"
@@ -78,6 +79,10 @@ def make_accelerator(
     """
     reset_accelerate()
     on_gpu, sharding = torch.cuda.is_available(), runtime.sharding
+    copies = None
+    if runtime.replicas > 1:
+        shards = world_size() // runtime.replicas
+        copies = ParallelismConfig(dp_replicate_size=runtime.replicas, dp_shard_size=shards)
     if world_size() > 1:
         backend, timeout = "nccl" if on_gpu else "gloo", timedelta(minutes=runtime.timeout_minutes)
         if sharding == "deepspeed":
@@ -99,6 +104,7 @@ def make_accelerator(
             sync_each_batch=sharding == "fsdp",
         ),
         fsdp_plugin=_fsdp_plugin(train) if sharding == "fsdp" else None,
+        parallelism_config=copies,
         deepspeed_plugin=(
             _deepspeed_plugin(train, schedule, hidden) if sharding == "deepspeed" else None
         ),

@@ -197,7 +197,7 @@ def _prepared_model(
             weights |= first_adapters(model, config.seed)
         shard_and_fill(accelerator, model, weights)
         if distillation is not None:
-            shard_teacher(distillation.teacher, read_weights(), device)
+            shard_teacher(accelerator, distillation.teacher, read_weights())
     model, optimizer = accelerator.prepare(model, make_optimizer(model, train))
     if runtime.sharding == "fsdp":
         # accelerate matches weights by data pointer, which is the same for all empty shards.

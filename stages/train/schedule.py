@@ -28,6 +28,8 @@ class Schedule:
     accumulation: int  # forward passes per step and process
     steps: int
     warmup_steps: int
+    decay_steps: int  # the last steps, over which a cosine or a line falls
+    is_cosine: bool
     min_lr_ratio: float
     checkpoint_steps: dict[int, int]  # requested tokens -> step after which they are reached
 
@@ -41,16 +43,17 @@ class Schedule:
         return self.steps * self.batch_tokens
 
     def learning_rate_factor(self, step: int) -> float:
-        """Learning rate of step `step` (from 0) over the peak: linear rise, then half a cosine.
+        """Learning rate of step `step` (from 0) over the peak: a linear rise, then the fall.
 
-        The rise starts at 1 / warm-up steps and the cosine would reach `min_lr_ratio` one step
-        after the last, so that no step is spent at a rate of 0.
+        The rise starts at 1 / warm-up steps and the fall would reach `min_lr_ratio` one step after
+        the last, so that no step is spent at a rate of 0.
         """
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
-        progress = (step - self.warmup_steps + 1) / (self.steps - self.warmup_steps + 1)
-        cosine = 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
-        return self.min_lr_ratio + (1.0 - self.min_lr_ratio) * cosine
+        done = step - (self.steps - self.decay_steps) + 1  # steps of the fall, this one included
+        progress = min(max(done, 0) / (self.decay_steps + 1), 1.0)
+        fall = 0.5 * (1.0 + math.cos(math.pi * progress)) if self.is_cosine else 1.0 - progress
+        return self.min_lr_ratio + (1.0 - self.min_lr_ratio) * fall
 
 
 def make_schedule(
@@ -66,13 +69,18 @@ def make_schedule(
     steps = train.optimizer_steps
     own_sequences = sequences // (world_size // runtime.context_parallel)
     micro_batch_size = _micro_batch_size(runtime, own_sequences, sequence_length, on_gpu)
+    warmup_steps, is_cosine = share_of(steps, train.warmup_ratio), train.schedule == "cosine"
+    after = steps - warmup_steps
+    decay_steps = after if is_cosine else min(after, share_of(steps, train.decay_ratio))
     return Schedule(
         sequence_length=sequence_length,
         sequences=sequences,
         micro_batch_size=micro_batch_size,
         accumulation=own_sequences // micro_batch_size,
         steps=steps,
-        warmup_steps=share_of(steps, train.warmup_ratio),
+        warmup_steps=warmup_steps,
+        decay_steps=decay_steps,
+        is_cosine=is_cosine,
         min_lr_ratio=train.min_lr_ratio,
         checkpoint_steps=train.checkpoint_steps,
     )

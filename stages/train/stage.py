@@ -42,6 +42,11 @@ class TrainConfig(Section):
     """Peak learning rate."""
     warmup_ratio: Ratio = 0.1
     """Share of steps with rising learning rate."""
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """How the learning rate falls after the warm-up: half a cosine; or not at all until the last
+    decay_ratio of the steps, in which it falls linearly (warm-up, stable, decay)."""
+    decay_ratio: Ratio = 0.1
+    """Share of steps with a falling learning rate, with wsd."""
     min_lr_ratio: Ratio = 0.0
     """Final learning rate over the peak."""
     adam_beta1: Number = Field(0.9, ge=0, lt=1)
@@ -200,6 +205,13 @@ def batch_faults(
             "runtime.context_parallel",
             f"{sharing} processes hold two chunks of a sequence each, and "
             f"prepare.sequence_length = {sequence_length:,} is no multiple of {2 * sharing}",
+        )
+    uneven = world_size > 1 and world_size % runtime.replicas > 0
+    if runtime.replicas > 1 and (runtime.sharding != "fsdp" or sharing > 1 or uneven):
+        yield Fault(
+            "runtime.replicas",
+            f"{runtime.replicas} needs runtime.sharding = fsdp, runtime.context_parallel = 1 and a "
+            f"number of processes that it divides, not {world_size}",
         )
     if train.optimizer_steps == 0:
         yield Fault(

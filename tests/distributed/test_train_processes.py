@@ -193,6 +193,25 @@ def test_two_processes_train_like_one_and_resume(
             torch.testing.assert_close(value, theirs[name], atol=2e-3, rtol=0, msg=name)
 
 
+def test_two_copies_sharded_over_two_processes_each_train_like_one(
+    case: Path, one_process: Path, tmp_path: Path
+) -> None:
+    """HSDP, also after a kill; each process's steps 2 and 3 are profiled."""
+    changes: dict[str, Any] = {
+        "train": {"document_masking": True},
+        "runtime": {
+            "sharding": "fsdp", "replicas": 2, "micro_batch_size": 1, "save_every_steps": 4,
+            "profile_steps": [2, 3],
+        },
+    }  # fmt: skip
+    assert train_in_processes(case, tmp_path, 4, kill_at_step=7, **changes).returncode
+    done = train_in_processes(case, tmp_path, 4, **changes)
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path) == pytest.approx(losses(one_process), rel=5e-4)
+    traces = [path.name.partition(".")[0] for path in (tmp_path / "tensorboard").glob("*.gz")]
+    assert sorted(traces) == ["rank-0", "rank-1", "rank-2", "rank-3"]
+
+
 def test_after_a_lost_node_more_processes_resume_from_a_complete_point(
     case: Path, one_process: Path, tmp_path: Path
 ) -> None:

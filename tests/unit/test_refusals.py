@@ -146,6 +146,7 @@ NEIGHBOURS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("train.teacher=original", "train.teacher", "deepspeed", "train.teacher=none", (DEEPSPEED,)),
     (DEEPSPEED, "runtime.context_parallel", "deepspeed", "runtime.sharding=none",
      ("runtime.context_parallel=2",)),
+    ("runtime.replicas=2", "runtime.replicas", "fsdp", "runtime.replicas=1", ()),
     ("runtime.context_parallel=2", "runtime.attention", "whole sequences",
      "runtime.context_parallel=1", ("runtime.attention=varlen",)),
     ("runtime.checkpointing=attention", "runtime.attention", "saves its outputs",

@@ -62,3 +62,12 @@ def test_the_learning_rate_is_a_cosine_between_peak_and_minimum() -> None:
     planned = schedule(total_tokens=128 * 11, warmup_ratio=2 / 11, min_lr_ratio=0.2)
     assert planned.learning_rate_factor(6) == pytest.approx(0.6)  # half way: the mean of 1 and 0.2
     assert planned.learning_rate_factor(0) == 0.5
+
+
+def test_wsd_stays_at_the_peak_until_the_last_steps() -> None:
+    """20 steps: two of warm-up, 14 at the peak, and four that fall by fifths of 0.8."""
+    planned = schedule(
+        total_tokens=128 * 20, warmup_ratio=0.1, min_lr_ratio=0.2, schedule="wsd", decay_ratio=0.2
+    )
+    factors = [planned.learning_rate_factor(step) for step in range(20)]
+    assert factors == pytest.approx([0.5, *[1.0] * 15, 0.84, 0.68, 0.52, 0.36])
