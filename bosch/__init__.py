@@ -17,9 +17,9 @@ from bosch.window import Window
 if TYPE_CHECKING:
     from bosch.attention import hybrid_attention as hybrid_attention
     from bosch.budget import swa_budget as swa_budget
-    from bosch.front import Front as Front
-    from bosch.heads import HeadMask as HeadMask
-    from bosch.heads import HeadMaskFile as HeadMaskFile
+    from bosch.mask_files import Front as Front
+    from bosch.mask_files import HeadMaskFile as HeadMaskFile
+    from bosch.masks import HeadMask as HeadMask
     from bosch.model.cache import HybridCache as HybridCache
     from bosch.model.loading import load_model as load_model
     from bosch.model.materialize import materialize as materialize
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 __version__ = VERSION
 
 _LAZY = {
-    "Front": "bosch.front",
-    "HeadMask": "bosch.heads",
-    "HeadMaskFile": "bosch.heads",
+    "Front": "bosch.mask_files",
+    "HeadMask": "bosch.masks",
+    "HeadMaskFile": "bosch.mask_files",
     "swa_budget": "bosch.budget",
     "HybridCache": "bosch.model.cache",
     "hybrid_attention": "bosch.attention",

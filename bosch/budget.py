@@ -57,20 +57,6 @@ def _ratio(sliding: int, heads: int) -> str:
     raise AssertionError(f"no ratio gives {sliding} of {heads}")
 
 
-def even_layout(layers: int, heads: int, ratio: float) -> tuple[int, ...]:
-    """Full KV heads of each layer when ceil(rho N) of all N slide, spread evenly over the layers.
-
-    Speed and memory depend on the number of sliding heads in a layer, not on which ones slide.
-    """
-    return even_counts(layers, heads, swa_budget(layers * heads, ratio))
-
-
-def even_counts(layers: int, heads: int, sliding: int) -> tuple[int, ...]:
-    """Full KV heads of each layer when `sliding` ones are spread evenly over the layers."""
-    shares = [sliding * (n + 1) // layers - sliding * n // layers for n in range(layers)]
-    return tuple(heads - share for share in shares)
-
-
 def window_shares(rows: Sequence[LayerHeads]) -> dict[Window, float]:
     """Share of all KV heads that has each window."""
     heads: Counter[Window | None] = Counter()

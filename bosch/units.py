@@ -8,11 +8,12 @@ mask [L, H / g]. L layers, H KV heads per layer.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 
 Values = npt.NDArray[np.float64]
 
@@ -42,10 +43,13 @@ class Units:
 
     def head_mask(self, mask: HeadMask) -> HeadMask:
         """The mask of heads [L, H] for a mask of units [L, H / g]."""
-        choices = np.empty((len(self.heads), self.heads[0].size), dtype=np.uint8)
-        rows = np.arange(len(choices))[:, None, None]
-        choices[rows, self.heads] = mask.choices[:, :, None]
-        return HeadMask.of_choices(choices)
+        return HeadMask(self.spread(np.array(mask.windows)).tolist(), mask.sinks)
+
+    def spread(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Values [L, H] of heads, each with that of its unit in `values` [L, H / g]."""
+        by_head = np.empty((len(self.heads), self.heads[0].size), dtype=values.dtype)
+        by_head[np.arange(len(by_head))[:, None, None], self.heads] = values[:, :, None]
+        return by_head
 
     def gather(self, values: Values) -> Values:
         """Values [L, H] of heads by unit, [L, H / g, g]."""

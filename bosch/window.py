@@ -8,16 +8,13 @@ only here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import TypeAlias
 
 # Longer blocks compute more pairs outside the window, shorter ones use a kernel less well.
 _MAX_BLOCK = 128
 # Kernels and vLLM count keys in 32 bits.
 _MAX_KEYS = 2**31 - 1
-MAX_WINDOWS = 15  # of a mask, so that one hexadecimal digit names each
 
 
 @dataclass(frozen=True)
@@ -71,11 +68,7 @@ class Window:
         return self.size + self.sinks
 
 
-# Windows that a sliding head may have; a single window is a menu of one.
-Windows: TypeAlias = Window | Sequence[Window]
-
-
-def window_menu(windows: Windows) -> tuple[Window, ...]:
+def window_menu(windows: Window | Sequence[Window]) -> tuple[Window, ...]:
     """The windows, widest first; ValueError for none, equal sizes or different sinks."""
     menu = (windows,) if isinstance(windows, Window) else tuple(windows)
     sizes = sorted({window.size for window in menu}, reverse=True)
@@ -87,32 +80,15 @@ def window_menu(windows: Windows) -> tuple[Window, ...]:
     return tuple(Window(size, menu[0].sinks) for size in sizes)
 
 
-def rising_menu(sizes: Sequence[int], sinks: int) -> tuple[Window, ...]:
-    """The menu for ascending window sizes; raises ValueError if they are not ascending."""
-    menu = [Window(size, sinks) for size in sizes]
-    if not menu or any(a.size >= b.size for a, b in pairwise(menu)):
-        raise ValueError(
-            f"window_sizes must be in ascending order without repeats, found {list(sizes)}"
-        )
-    return window_menu(menu)
-
-
-def kv_slots(rows: Iterable[Mapping[Window | None, int]], tokens: int) -> int:
-    """KV slots (heads x cached tokens) after `tokens` tokens, of heads by window (None: full)."""
-    return sum(
-        count * (tokens if window is None else window.held(tokens))
-        for row in rows
-        for window, count in row.items()
-    )
-
-
 def named_share(least: int, original: int) -> str:
     """The share `least / original` as text, rounded up so that it allows `least`."""
     return f"{math.ceil(least / original * 1e6) / 1e6:g}"
 
 
-def windows_text(windows: Windows) -> str:
+def windows_text(windows: Sequence[Window]) -> str:
     """The sizes of a menu as text: `128`, or `128, 512 and 2,048 with 4 sinks`."""
+    if not windows:
+        return "none"
     menu = window_menu(windows)[::-1]
     *others, widest = (f"{window.size:,}" for window in menu)
     sizes = f"{', '.join(others)} and {widest}" if others else widest

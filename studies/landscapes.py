@@ -43,7 +43,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bosch.budget import swa_budget
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.objective.evaluation_log import Evaluation, GateGradient
 from bosch.search.runs import run_method
 from bosch.search.settings import SearchSettings

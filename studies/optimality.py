@@ -17,8 +17,9 @@ from math import comb
 import numpy as np
 
 from bosch.budget import swa_budget
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.objective.evaluation_log import Evaluation, EvaluationLog
+from bosch.window import Window
 from studies.studied_model import StudiedModel, command, options, spread, table
 
 MOST_MASKS = 20_000
@@ -36,13 +37,13 @@ class Standing:
     likelihood_rank: int
 
 
-def masks_on_budget(layers: int, heads: int, ratio: float) -> Iterator[HeadMask]:
+def masks_on_budget(layers: int, heads: int, ratio: float, window: Window) -> Iterator[HeadMask]:
     """Every mask with exactly ceil(rho N) sliding KV heads, each once."""
     units = layers * heads
     for sliding in combinations(range(units), swa_budget(units, ratio)):
         is_full = np.ones(units, dtype=np.bool_)
         is_full[list(sliding)] = False
-        yield HeadMask(is_full.reshape(layers, heads))
+        yield HeadMask.of(is_full.reshape(layers, heads), window)
 
 
 def standing(mask: HeadMask, landscape: Landscape) -> Standing:
@@ -70,7 +71,7 @@ def main() -> None:
     log = EvaluationLog(None, model.calibration.context)
     for ratio in chosen.ratios:
         landscape = {}
-        for mask in masks_on_budget(layers, heads, ratio):
+        for mask in masks_on_budget(layers, heads, ratio, model.calibration.window):
             landscape[mask] = model.calibration.evaluate(mask)
             log.append(mask, landscape[mask], "enumeration")
         values = landscape.values()

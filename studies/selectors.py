@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from studies.studied_model import StudiedModel, command, options, spread, table
 
 DRAWS = 3  # of A', as in the paper
@@ -54,7 +54,7 @@ def swapped(small: HeadMask, large: HeadMask, seed: int) -> HeadMask:
     result = b.copy()
     result[np.random.default_rng(seed).choice(members, len(entering), replace=False)] = False
     result[entering] = True
-    return HeadMask(~result.reshape(large.is_full.shape))
+    return HeadMask.of(~result.reshape(large.shape), large.menu[0])
 
 
 def jaccard_distance(first: HeadMask, second: HeadMask) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.model.loading import load_model
 from bosch.model.search_mode import mask_shape, prepare_for_search
 from bosch.objective.calibration import CalibrationSet

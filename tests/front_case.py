@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
-from bosch.front import Front, FrontPoint
-from bosch.heads import HeadMask
+from bosch.mask_files import Front, FrontPoint
+from bosch.masks import HeadMask
 from bosch.window import Window
 
 CONTEXT = 64
@@ -21,7 +20,6 @@ def nested_front(
     *,
     points: int = 4,
     context: int = CONTEXT,
-    chosen: int | None = 1,
     seed: int = 0,
 ) -> Front:
     """A front of `points` masks, from all heads at the narrowest window halfway to all heads full.
@@ -30,7 +28,7 @@ def nested_front(
     attention. Each layer has a random order of heads in which none sees more than the one before.
     """
     generator = np.random.default_rng(seed)
-    narrowest = len(menu)
+    sizes, narrowest = np.array([0, *(window.size for window in menu)]), len(menu)
     choices = np.full((layers, heads), narrowest)
     steps = np.linspace(0, layers * heads * narrowest // 2, points).round().astype(int)
     orders = np.array([generator.permutation(heads) for _ in range(layers)])
@@ -42,9 +40,8 @@ def nested_front(
             if row[place] > (row[place - 1] if place else 0):
                 row[place] -= 1
                 widened += 1
-        mask = HeadMask.of_choices(np.take_along_axis(choices, orders, axis=1))
+        windows = sizes[np.take_along_axis(choices, orders, axis=1)]
+        mask = HeadMask(windows.tolist(), menu[0].sinks)
         score = (1 + len(front_points)) / points
-        front_points.append(FrontPoint.of(mask, menu, context, score=score, log_likelihood=-1.0))
-    front = Front.of(front_points, menu, context, model="m", seed=seed)
-    assert len(front.points) == points
-    return replace(front, chosen=chosen)
+        front_points.append(FrontPoint(mask, mask.kv_slots(context), None, score, None, 0.0))
+    return Front(context, tuple(front_points))

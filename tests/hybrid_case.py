@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig
 
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.model.loading import auto_class
 from bosch.model.search_mode import mask_shape
+from bosch.window import Window
 
 LAYERS, KV_HEADS, VOCABULARY = 3, 4, 61
 
@@ -230,7 +232,7 @@ def small_model(family: str = "qwen3", seed: int = 0, **changes: Any) -> Any:
     return model.eval()
 
 
-def random_mask(seed: int = 0, layers: int = LAYERS) -> HeadMask:
+def random_mask(window: Window, seed: int = 0, layers: int = LAYERS) -> HeadMask:
     """A mixed mask: row 0 interleaved, the others random with both kinds of heads."""
     generator = np.random.default_rng(seed)
     rows = [[True, False, True, False]]
@@ -238,12 +240,29 @@ def random_mask(seed: int = 0, layers: int = LAYERS) -> HeadMask:
         row = generator.random(KV_HEADS) < 0.5
         if row.any() and not row.all():
             rows.append(row.tolist())
-    return HeadMask(np.array(rows))
+    return HeadMask.of(rows, window)
 
 
-def mask_of(config: Any, seed: int = 0) -> HeadMask:
+def mask_of(config: Any, window: Window, seed: int = 0) -> HeadMask:
     """A mixed mask for the layers of a model that have full attention."""
-    return random_mask(seed, mask_shape(config)[0])
+    return random_mask(window, seed, mask_shape(config)[0])
+
+
+def sliding_mask(rows: Sequence[Iterable[int]], heads: int, window: Window) -> HeadMask:
+    """The mask in which these KV heads of each layer slide."""
+    return HeadMask.of([[head not in row for head in range(heads)] for row in rows], window)
+
+
+def of_choices(choices: Any, windows: Sequence[Window]) -> HeadMask:
+    """The mask with choices [L, HKV]: 0 full, k the k-th window from the widest down."""
+    sizes = np.array([0, *sorted((window.size for window in windows), reverse=True)])
+    return HeadMask(sizes[np.asarray(choices)].tolist(), windows[0].sinks)
+
+
+def sliding_heads(mask: Any) -> list[list[int]]:
+    """The sliding KV heads of each layer, of a mask or of booleans that are true for full heads."""
+    is_full = mask.is_full if isinstance(mask, HeadMask) else mask
+    return [np.flatnonzero(~row).tolist() for row in is_full]
 
 
 def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:

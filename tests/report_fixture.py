@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bosch.heads import HeadMaskFile
 from bosch.journal import Journal
+from bosch.mask_files import HeadMaskFile, HeldOut
 from bosch.model.cache_size import CacheSize
 from bosch.window import Window
 from stages.context import ModelConfig, Runtime, StageConfig
@@ -28,6 +28,7 @@ from stages.report.stage import ReportConfig
 from stages.search.stage import FRONT, HEAD_MASK, SearchConfig, SearchSummary
 from stages.train.stage import METRICS, TrainConfig
 from tests.front_case import nested_front
+from tests.hybrid_case import sliding_mask
 
 SECONDS = {
     "prepare": 21.4, "search": 187.0, "materialize": 1.9, "measure": 9.0, "train": 233.0,
@@ -103,20 +104,16 @@ def publish_front(root: Path) -> dict[str, Path]:
     inputs = publish(root, without=("train",))
     inputs = {name: folder for name, folder in inputs.items() if "@" not in name}
     evaluate(inputs["evaluate"], ORIGINAL, HYBRID)
-    front = nested_front(6, 8, (Window(128), Window(32)), context=2048, chosen=2)
+    front = nested_front(6, 8, (Window(128), Window(32)), context=2048)
     points = [
-        replace(point, bytes=BYTES_PER_HEAD * point.kv_slots, held_out_score=point.score,
-                held_out_low=point.score - 0.1, held_out_high=point.score)
+        replace(point, bytes=BYTES_PER_HEAD * point.kv_slots,
+                held_out=HeldOut(point.score, point.score - 0.1, point.score))
         for point in front.points
     ]  # fmt: skip
-    front = replace(front, points=tuple(points))
-    front.save(inputs["search"] / FRONT)
-    front.save(inputs["materialize"] / FRONT)
-    mask = front.mask(2)
-    for folder in (inputs["search"], inputs["materialize"] / MODEL):
-        HeadMaskFile.of(
-            mask, front.windows, model="m", method="front", swa_ratio=mask.swa_ratio
-        ).save(folder / HEAD_MASK)
+    replace(front, points=tuple(points)).save(inputs["search"] / FRONT)
+    mask = points[2].mask
+    (inputs["search"] / HEAD_MASK).unlink()
+    HeadMaskFile(mask, "m", "front").save(inputs["materialize"] / MODEL / HEAD_MASK)
     # A search by swaps. The second evaluation has no log-likelihood; the final mask was evaluated
     # fourth.
     phases = ("anchors", "anchors", "start", "swaps", "swaps", "swaps", "final")
@@ -128,7 +125,7 @@ def publish_front(root: Path) -> dict[str, Path]:
         for step, phase in enumerate(phases, start=1)
     ]  # fmt: skip
     SearchSummary.model_validate(searched).write(inputs["search"])
-    heads = sum(map(Counter, mask.heads_per_layer(front.windows)), Counter[Window | None]())
+    heads = sum(map(Counter, mask.layers), Counter[Window | None]())
     size = CacheSize(bytes_per_head=BYTES_PER_HEAD, heads=heads)
     summary = json.loads((inputs["materialize"] / "summary.json").read_text())
     budget = {
@@ -214,12 +211,7 @@ def _prepare(folder: Path) -> None:
 
 
 def _search(folder: Path, layers: int, heads: int, rng: random.Random) -> None:
-    mask = {
-        "format": 1, "model": "base", "method": "bosch", "swa_ratio": 0.75, "window_size": 128,
-        "sinks": 0, "num_layers": layers, "num_key_value_heads": heads,
-        "swa_kv_heads": sliding_heads(layers, heads), "score": 0.92, "seed": 17,
-    }  # fmt: skip
-    write_json(folder / "head_mask.json", mask)
+    _mask_file(layers, heads).save(folder / HEAD_MASK)
     trace: list[dict[str, Any]] = []
     _evaluate_subproblem(trace, "anchors", "all sliding", [0.02])
     _evaluate_subproblem(trace, "anchors", "all full", [1.0])
@@ -248,6 +240,11 @@ def _search(folder: Path, layers: int, heads: int, rng: random.Random) -> None:
         "trace": trace, "notes": ["Algorithm 1: 2 layers tie at score 1."],
     }  # fmt: skip
     SearchSummary.model_validate(summary).write(folder)
+
+
+def _mask_file(layers: int, heads: int) -> HeadMaskFile:
+    mask = sliding_mask(sliding_heads(layers, heads), heads, Window(128))
+    return HeadMaskFile(mask, "base", "bosch", 0.92, 17)
 
 
 def _scores(rng: random.Random, mean: float, count: int) -> list[float]:
@@ -279,6 +276,7 @@ def _materialize(folder: Path, layers: int, heads: int) -> None:
     }
     MaterializeSummary.model_validate(summary).write(folder)
     (folder / MODEL).mkdir()
+    _mask_file(layers, heads).save(folder / MODEL / HEAD_MASK)
     config = {
         "model_type": "qwen3", "max_position_embeddings": 2048, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": BYTES_PER_HEAD // 8,

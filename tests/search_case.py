@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.evaluation_log import Evaluation, EvaluationContext, EvaluationLog
 from bosch.search.evaluator import Evaluator
@@ -22,7 +22,7 @@ from tests.hybrid_case import small_model, tokens
 from tests.tiny_data import byte_tokenizer
 
 WINDOW = 8
-CONTEXT = EvaluationContext("data", "model", 16, 0)
+CONTEXT = EvaluationContext("data", "model", [16], 0)
 
 
 class Additive:
@@ -42,6 +42,13 @@ class Additive:
         steps = round(max(0.0, 1.0 - lost) / self.quantum)
         score = self.score(mask) if self.score else steps * self.quantum
         return Evaluation(score, -lost, 0.01, 1.0)
+
+
+def mask_of_key(key: str) -> HeadMask:
+    """The mask with this `key`."""
+    rows, _, sinks = key.partition("+")
+    windows = tuple(tuple(map(int, row.split(","))) for row in rows.split("/"))
+    return HeadMask(windows, int(sinks or 0))
 
 
 def random_costs(layers: int, heads: int, seed: int, exponent: int = 1) -> np.ndarray:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.model.materialize import materialize
 from bosch.window import Window
 from stages.context import ModelConfig, Runtime, StageConfig
@@ -26,6 +26,7 @@ from stages.materialize.stage import MaterializeConfig
 from stages.train.loop import Loop
 from stages.train.run import run
 from stages.train.stage import TrainConfig
+from tests.hybrid_case import sliding_mask
 from tests.rank_processes import run_module
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -77,8 +78,8 @@ def make_case(
     )  # fmt: skip
     model_dir = directory / "materialize" / "model"
     base = Qwen3ForCausalLM(config).to(getattr(torch, dtype))
-    mask = HeadMask.from_swa_kv_heads([[0], [0, 1]], config.num_key_value_heads)
-    hybrid = materialize(base, mask, Window(6))
+    mask = HeadMask(((6, 0), (6, 6)))
+    hybrid = materialize(base, mask)
     hybrid.save_pretrained(model_dir)
     (model_dir / "tokenizer.json").write_text("{}", encoding="utf-8")
     (model_dir / "README.md").write_text(f"# Card\n\n{UNTRAINED}\n", encoding="utf-8")
@@ -100,8 +101,8 @@ def write_random_case(
     data = Dataset.from_dict({"input_ids": list(ids), "document_lengths": [[length]] * rows})
     data.save_to_disk(str(directory / "prepare" / "train"))
     rows_of_heads = [list(range(sliding))] * config.num_hidden_layers
-    mask = HeadMask.from_swa_kv_heads(rows_of_heads, config.num_key_value_heads)
-    materialize(base, mask, Window(window)).save_pretrained(directory / "materialize" / "model")
+    mask = sliding_mask(rows_of_heads, config.num_key_value_heads, Window(window))
+    materialize(base, mask).save_pretrained(directory / "materialize" / "model")
     return directory
 
 

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from bosch.heads import HeadMask, HeadMaskFile
+from bosch.mask_files import HeadMaskFile
+from bosch.masks import HeadMask
 from bosch.model.families import decoder_layers
 from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
@@ -25,16 +26,18 @@ SIZES = {"hidden_size": 256, "head_dim": 32}
 BLOCK, BATCH_TOKENS = 32, 64
 _RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 QUICKSTART = _RECIPES / "quickstart" / "base_model"
-QUICKSTART_MASK = HeadMaskFile.load(_RECIPES / "masks" / "quickstart" / "bosch_plus-0.958.json")
+QUICKSTART_MASK = HeadMaskFile.load(_RECIPES / "masks" / "quickstart" / "bosch_plus-0.875.json")
 
 
-def mask_of_counts(counts: Sequence[int], heads: int = KV_HEADS, seed: int = 1) -> HeadMask:
+def mask_of_counts(
+    counts: Sequence[int], window: Window, heads: int = KV_HEADS, seed: int = 1
+) -> HeadMask:
     """A random mask with `counts` full heads in each layer."""
     generator = np.random.default_rng(seed)
     rows = np.zeros((len(counts), heads), dtype=bool)
     for row, count in zip(rows, counts, strict=True):
         row[generator.permutation(heads)[:count]] = True
-    return HeadMask(rows)
+    return HeadMask.of(rows, window)
 
 
 def save_hybrid(
@@ -47,30 +50,29 @@ def save_hybrid(
 ) -> Any:
     """Save a random hybrid model of a family in float32 and return it."""
     model = small_model(family, **{**SIZES, **changes}).float()
-    mask = mask_of_counts(counts, decoder_layers(model.config).heads)
-    hybrid = materialize(model, mask, Window(window, sinks))
+    mask = mask_of_counts(counts, Window(window, sinks), decoder_layers(model.config).heads)
+    hybrid = materialize(model, mask)
     hybrid.save_pretrained(folder)
     return hybrid
 
 
-def save_menu_hybrid(folder: Path, family: str, sizes: Sequence[int]) -> HeadMaskFile:
-    """Save a hybrid with three windows; returns its head mask file (format 2) as read back."""
-    mask = HeadMask.of_choices([[0, 1, 2, 3], [3, 0, 2, 2], [1, 1, 3, 0]])
-    windows = [Window(size) for size in sizes]
+def save_menu_hybrid(folder: Path, family: str, sizes: Sequence[int]) -> HeadMask:
+    """Save a hybrid with three windows; returns its mask, as read back from a file."""
+    a, b, c = sizes
+    mask = HeadMask(((0, a, b, c), (c, 0, b, b), (a, a, c, 0)))
     path = folder / "head_mask.json"
-    HeadMaskFile.of(mask, windows, model="small", method="given", swa_ratio=0.75).save(path)
-    file = HeadMaskFile.load(path)
-    assert file.content["format"] == 2
+    HeadMaskFile(mask, "small", "given").save(path)
+    mask = HeadMaskFile.load(path).mask
     model = small_model(family, **SIZES).float()
-    materialize(model, file.mask, file.windows).save_pretrained(folder)
-    return file
+    materialize(model, mask).save_pretrained(folder)
+    return mask
 
 
 def save_quickstart(folder: Path, sinks: int = 0) -> None:
     """Save the quickstart's hybrid, with `sinks` sinks, and its tokenizer."""
-    windows = [Window(window.size, sinks) for window in QUICKSTART_MASK.windows]
+    mask = HeadMask(QUICKSTART_MASK.mask.windows, sinks)
     base = load_model(QUICKSTART, dtype="float32")
-    materialize(base, QUICKSTART_MASK.mask, windows).save_pretrained(folder)
+    materialize(base, mask).save_pretrained(folder)
     for source in QUICKSTART.iterdir():
         if "token" in source.name or source.suffix == ".jinja":
             shutil.copyfile(source, folder / source.name)

@@ -17,7 +17,7 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.objective.evaluation_log import Evaluation, GateGradient
 from bosch.window import Window
 from studies.landscapes import GRADIENT_PASSES, QUANTUM, Groups, Landscape
@@ -75,14 +75,19 @@ class WindowLandscape:
         units = self.num_layers * self.num_key_value_heads
         return np.array(list(product(range(len(self.windows) + 1), repeat=units)))
 
+    def choices(self, mask: HeadMask) -> npt.NDArray[np.int64]:
+        """The choice of each unit of a mask, [N]."""
+        place = {0: 0} | {window.size: k for k, window in enumerate(self.windows, 1)}
+        return np.array([place[size] for row in mask.windows for size in row])
+
     def evaluate(self, mask: HeadMask) -> Evaluation:
-        value = float(self.value(mask.choices.reshape(-1)))
+        value = float(self.value(self.choices(mask)))
         score = float(np.clip(np.floor(value / QUANTUM + 1e-9) * QUANTUM, 0.0, 1.0))
         return Evaluation(score, value)
 
     def window_gradient(self, mask: HeadMask, share: int = 0, shares: int = 1) -> GateGradient:
         """Changes of the value by each choice of each unit, times the noise of unit and share."""
-        choices = mask.choices.reshape(-1).astype(np.int64)
+        choices = self.choices(mask)
         slopes = np.empty(len(choices))
         for unit in range(len(choices)):
             both_ends = np.array([choices, choices])

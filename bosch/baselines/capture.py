@@ -18,13 +18,12 @@ from torch.nn import functional
 
 from bosch.attention import AttentionCall, LogitTransform, compute_attention
 from bosch.attention.kernels import fused_attention
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.model.families import check_family, text_config
 from bosch.model.interface import attention_modules
 from bosch.model.search_mode import head_mask, mask_shape
 from bosch.objective.calibration import CalibrationExample, CalibrationSet
 from bosch.objective.patching import freeze, recompute_layers, replace_attention
-from bosch.window import Window
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ def _captured(model: Any, visit: Visit) -> Iterator[None]:
     check_family(model.config)  # raises for families that are not supported
     full = HeadMask.all_full(*mask_shape(model.config))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(head_mask(model, full, Window(1)))  # not used by any head
+        stack.enter_context(head_mask(model, full))
         for layer, module in enumerate(attention_modules(model)):
             show = partial(visit, layer)
             stack.enter_context(replace_attention(module, partial(_attend, show)))

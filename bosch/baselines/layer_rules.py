@@ -7,20 +7,23 @@ heads of the next layer.
 from __future__ import annotations
 
 from itertools import zip_longest
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from bosch.budget import swa_budget
-from bosch.heads import HeadMask
+
+Bits: TypeAlias = npt.NDArray[np.bool_]  # [layers, heads], true for full heads
 
 
-def rand(num_layers: int, num_heads: int, swa_ratio: float, seed: int) -> HeadMask:
+def rand(num_layers: int, num_heads: int, swa_ratio: float, seed: int) -> Bits:
     """RAND: full layers at random places."""
     order = np.random.default_rng(seed).permutation(num_layers).tolist()
     return _first_full(order, num_layers, num_heads, swa_ratio)
 
 
-def bme(num_layers: int, num_heads: int, swa_ratio: float) -> HeadMask:
+def bme(num_layers: int, num_heads: int, swa_ratio: float) -> Bits:
     """BME: full layers at the beginning, in the middle and at the end, in equal shares."""
     full_layers = _layers_touched(num_layers, num_heads, swa_ratio)
     begin = -(-full_layers // 3)
@@ -36,7 +39,7 @@ def bme(num_layers: int, num_heads: int, swa_ratio: float) -> HeadMask:
     return _first_full(order, num_layers, num_heads, swa_ratio)
 
 
-def intr(num_layers: int, num_heads: int, swa_ratio: float) -> HeadMask:
+def intr(num_layers: int, num_heads: int, swa_ratio: float) -> Bits:
     """INTR: full layers at even spacing, in the middle of equal stretches of layers."""
     full_layers = _layers_touched(num_layers, num_heads, swa_ratio)
     order = [(2 * i + 1) * num_layers // (2 * full_layers) for i in range(full_layers)]
@@ -52,7 +55,7 @@ def _layers_touched(num_layers: int, num_heads: int, swa_ratio: float) -> int:
     return -(-_full_units(num_layers, num_heads, swa_ratio) // num_heads)
 
 
-def _first_full(order: list[int], num_layers: int, num_heads: int, swa_ratio: float) -> HeadMask:
+def _first_full(order: list[int], num_layers: int, num_heads: int, swa_ratio: float) -> Bits:
     """Fill layers with full units in `order` until the budget is used up."""
     is_full = np.zeros((num_layers, num_heads), dtype=np.bool_)
     left = _full_units(num_layers, num_heads, swa_ratio)
@@ -60,4 +63,4 @@ def _first_full(order: list[int], num_layers: int, num_heads: int, swa_ratio: fl
         take = min(left, num_heads)
         is_full[layer, :take] = True
         left -= take
-    return HeadMask(is_full)
+    return is_full

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from bosch.budget import swa_budget
-from bosch.heads import HeadMask
 from bosch.units import Units
 
 Scores: TypeAlias = npt.NDArray[np.float64]
@@ -20,9 +19,9 @@ Scores: TypeAlias = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Ranked:
-    """A mask on budget; `tied` counts the equal units on both sides of the budget, 0 if none."""
+    """Full heads [L, HKV] on budget; `tied`: equal units on both sides of the budget, or 0."""
 
-    mask: HeadMask
+    is_full: npt.NDArray[np.bool_]
     tied: int
 
 
@@ -33,7 +32,7 @@ def rank_units(
     most_local: Literal["largest", "smallest"],
     head_granularity: int = 1,
 ) -> Ranked:
-    """The mask in which the ceil(rho N) most local of N units slide; among equal ones, the first.
+    """Full heads, if the ceil(rho N) most local of N units slide; among equal ones, the first.
 
     The score of a KV head is the mean of `scores` [L, HQ] over its query heads; `most_local` says
     whether large or small scores mean local. With `head_granularity` g, units of g KV heads of
@@ -53,4 +52,4 @@ def rank_units(
         border = unit_scores[order[budget]]
         if border == unit_scores[order[budget - 1]]:
             tied = int((unit_scores == border).sum())
-    return Ranked(units.head_mask(HeadMask(is_full.reshape(units.shape))), tied)
+    return Ranked(units.spread(is_full.reshape(units.shape)), tied)

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from bosch.errors import UserError
+from bosch.model.configuration import hybrid_mask
 from bosch.model.families import HYBRID_PREFIX, decoder_layers
-from bosch.model.head_table import head_orders
 from bosch.model.permutation import reorder_weight
 
 
@@ -27,7 +27,8 @@ def reorder_adapters(hybrid: Any, weights: dict[str, Tensor], *others: Any) -> N
     if not foreign:
         return
     head_weights = hybrid.config.hybrid_attention["weights"]
-    orders = dict(zip(decoder_layers(hybrid.config).full, head_orders(hybrid.config), strict=True))
+    layers, order = decoder_layers(hybrid.config).full, hybrid_mask(hybrid.config).head_order
+    orders = dict(zip(layers, order, strict=True))
     linear = "|".join(re.escape(name.removesuffix(".weight")) for name in head_weights)
     inside = re.compile(rf"(?:^|\.)layers\.(\d+)\.({linear})\.(.+)$")
     moved = set()

@@ -26,11 +26,11 @@ def _backend_files() -> list[str]:
 
 # The files that a loaded model needs, each after its dependencies.
 MODULES = (
-    "errors.py", "window.py", "backends/__init__.py", "model/families.py", "attention/context.py",
-    "attention/layout.py", "attention/logit_transform.py", "attention/call.py",
-    "attention/kernels.py", "attention/causal.py", *_backend_files(),
+    "errors.py", "window.py", "masks.py", "backends/__init__.py", "model/families.py",
+    "attention/context.py", "attention/layout.py", "attention/logit_transform.py",
+    "attention/call.py", "attention/kernels.py", "attention/causal.py", *_backend_files(),
     "attention/__init__.py", "model/interface.py", "model/cache.py",
-    "model/configuration.py", "model/head_table.py", "model/permutation.py", "model/adapters.py",
+    "model/configuration.py", "model/permutation.py", "model/adapters.py",
     "model/deploy_mode.py",
 )  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
@@ -19,8 +20,9 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from bosch.errors import UserError
+from bosch.masks import HeadMask
 from bosch.model.code_file import code_file
-from bosch.model.families import BASE_PREFIX, HYBRID_PREFIX
+from bosch.model.families import BASE_PREFIX, HYBRID_PREFIX, decoder_layers
 
 CODE_FILE = "modeling_hybrid.py"
 _TEXT = "text_config"
@@ -209,6 +211,27 @@ def __getattr__(name: str) -> Any:
 def is_hybrid(config: Any) -> bool:
     """Whether a configuration is that of a hybrid model."""
     return str(getattr(config, "model_type", "")).startswith(HYBRID_PREFIX)
+
+
+def hybrid_mask(config: Any) -> HeadMask:
+    """The head mask of a hybrid's configuration; UserError if it is damaged.
+
+    It has a row for each layer with full attention in the base model. The weights hold the heads in
+    the mask's `head_order`.
+    """
+    table: Any = getattr(config, "hybrid_attention", None)
+    kinds = decoder_layers(config)
+    try:
+        mask = HeadMask(table["windows"], table["sinks"])
+        if mask.shape == (len(kinds.full), kinds.heads):
+            return mask
+        reason = f"windows must have {len(kinds.full)} rows of {kinds.heads} heads"
+    except (TypeError, KeyError, ValueError) as error:
+        reason = str(error)
+    raise UserError(
+        f"{getattr(config, '_name_or_path', '') or 'config.json'}: hybrid_attention is damaged "
+        f"({reason}); found {json.dumps(table, default=str):.500}; make the model again"
+    )
 
 
 def base_content(config: Any) -> dict[str, Any]:

@@ -23,7 +23,12 @@ from bosch.backends import BACKENDS, check_backend, resolve_backend
 from bosch.errors import UserError
 from bosch.model.adapters import reorder_adapters
 from bosch.model.cache import CACHE_NAME, HeadGroupsLayer, HybridCache
-from bosch.model.configuration import base_classes, choosing_attention, hybrid_config_class
+from bosch.model.configuration import (
+    base_classes,
+    choosing_attention,
+    hybrid_config_class,
+    hybrid_mask,
+)
 from bosch.model.families import (
     LAYER_KINDS,
     attention_needs,
@@ -31,7 +36,6 @@ from bosch.model.families import (
     mixes_documents,
     text_config,
 )
-from bosch.model.head_table import heads_by_window
 from bosch.model.interface import (
     NAME,
     attention_modules,
@@ -60,7 +64,7 @@ _BACKEND_OF: dict[str | None, str] = {
 def deploy_layouts(config: Any) -> list[HeadLayout | None]:
     """Layouts from `config.hybrid_attention`, None without attention; UserError if damaged."""
     _check_base_types(config, getattr(config, "_name_or_path", "") or "config.json")
-    rows = heads_by_window(config)
+    rows = hybrid_mask(config).layers
     kinds = decoder_layers(config)
     layouts: list[HeadLayout | None] = [None] * kinds.count
     for layer, row in zip(kinds.full, rows, strict=True):

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 
 from bosch.attention import AttentionCall
 from bosch.errors import UserError
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.model.families import text_config
 from bosch.model.interface import attention_modules, required_state, set_head_state
 from bosch.model.permutation import HeadWeights
 from bosch.model.search_mode import head_mask, mask_shape
-from bosch.window import Window
 
 _TOKENS, _DRAWS = 24, 3
 # A head's own entries have a gradient so many times that of any other head's; a norm over all heads
@@ -60,7 +59,7 @@ def measure_head_weights(model: Any) -> tuple[HeadWeights, bool]:
         raise _Computed
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(head_mask(model, HeadMask.all_full(*shape), Window(1), "eager"))
+        stack.enter_context(head_mask(model, HeadMask.all_full(*shape), "eager"))
         state = required_state(module)
         set_head_state(module, type(state)(state.layout, state.backend, attend))
         stack.enter_context(_trained(module))

@@ -11,17 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from bosch.errors import RunError, UserError
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.model.configuration import hybrid_config_class
 from bosch.model.deploy_mode import hybrid_model_class
 from bosch.model.families import check_family, decoder_layers, text_config
-from bosch.model.head_table import head_table
 from bosch.model.head_weights import measure_head_weights
 from bosch.model.loading import parameters_on_meta
 from bosch.model.permutation import HeadWeights, in_order
 from bosch.model.registration import register_model
 from bosch.model.search_mode import check_fit, mask_shape
-from bosch.window import Window, Windows
+from bosch.window import Window
 
 # Largest difference between a model and its hybrid with wide windows, in root mean squares.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -47,27 +46,21 @@ def permute_heads(
             yield name, weights.pop(name)
 
 
-def materialize(model: Any, mask: HeadMask, windows: Windows, *, take_weights: bool = False) -> Any:
+def materialize(model: Any, mask: HeadMask, *, take_weights: bool = False) -> Any:
     """The hybrid model of `model` under `mask`, in deploy mode: weights permuted, layout in config.
 
     Heads with the same window keep the base model's order. `model` does not change, so there are
     two models in memory; with `take_weights` its weights move to the hybrid one by one, with memory
     for one model and one weight. The hybrid has the model's device, dtypes and generation
     settings; save it with `save_pretrained` and load it with AutoModelForCausalLM after
-    `import bosch`. Raises UserError when the family is not supported, mask or windows do not fit
-    the model, or some of its weights are offloaded, adapters or quantised.
+    `import bosch`. Raises UserError when the family is not supported, the mask does not fit the
+    model, or some of its weights are offloaded, adapters or quantised.
     """
     check_family(model.config)  # reported before a mask that does not fit
-    check_fit(model.config, mask, windows)
-    table = head_table(mask.windows_per_layer(windows))
-    return _hybrid(model, table, mask.head_order(), take_weights)
-
-
-def _hybrid(model: Any, table: dict[str, Any], order: HeadOrder, take_weights: bool) -> Any:
-    """The hybrid with `table` in its configuration and heads in `order`."""
+    check_fit(model.config, mask)
     _check_weights_in_memory(model)
     head_weights, mixes = measure_head_weights(model)
-    table |= {"weights": head_weights, "mixes_documents": mixes}
+    table = {**mask.content, "weights": head_weights, "mixes_documents": mixes}
     register_model(model.config.model_type)
     content = model.config.to_dict()
     for name in ("model_type", "architectures", "_name_or_path", "transformers_version"):
@@ -79,7 +72,7 @@ def _hybrid(model: Any, table: dict[str, Any], order: HeadOrder, take_weights: b
         hybrid = hybrid_model_class(model.config.model_type)._from_config(config, dtype=model.dtype)
     _check_plain_weights(model, hybrid)
     device = model.device  # that of the first weight, which is moved first
-    for name, weight in permute_heads(model, order, head_weights):
+    for name, weight in permute_heads(model, mask.head_order, head_weights):
         # Keep its dtype: transformers keeps some weights of a bf16 model in float32.
         _replace(hybrid, name, weight if take_weights else weight.clone())
         if take_weights:
@@ -105,12 +98,13 @@ def check_hybrid(model: Any, tokens: Tensor) -> None:
     """
     with torch.no_grad():
         expected = _states(model, tokens)
-        mask = HeadMask(np.indices(mask_shape(model.config)).sum(0) % 2 == 1)
-        hybrid = materialize(model, mask, Window(tokens.shape[1]), take_weights=True)
+        is_full = np.indices(mask_shape(model.config)).sum(0) % 2 == 1
+        mask = HeadMask.of(is_full, Window(tokens.shape[1]))
+        hybrid = materialize(model, mask, take_weights=True)
         try:
             actual = _states(hybrid, tokens)
         finally:
-            order = [np.argsort(heads).tolist() for heads in mask.head_order()]
+            order = [np.argsort(heads).tolist() for heads in mask.head_order]
             names = model.state_dict().keys()
             head_weights = hybrid.config.hybrid_attention["weights"]
             for name, weight in permute_heads(hybrid, order, head_weights):

@@ -10,9 +10,9 @@ from typing import Any
 from bosch.attention import HeadLayout
 from bosch.backends import resolve_backend
 from bosch.errors import UserError
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.model import families, interface
-from bosch.window import Window, Windows, window_menu, windows_text
+from bosch.window import Window
 
 _MASK_METHOD = "create_masks_for_generate"
 
@@ -26,27 +26,21 @@ def mask_shape(config: Any) -> tuple[int, int]:
 def check_mask(config: Any, mask: HeadMask) -> None:
     """Raise UserError unless `mask` has as many layers and KV heads as the model."""
     layers, heads = mask_shape(config)
-    if (mask.num_layers, mask.num_key_value_heads) != (layers, heads):
+    if mask.shape != (layers, heads):
         raise UserError(
-            f"the head mask is for {mask.num_layers} layers of {mask.num_key_value_heads} KV heads,"
+            f"the head mask is for {mask.shape[0]} layers of {mask.shape[1]} KV heads,"
             f" the model has {layers} of {heads} with full attention: search again with this model"
         )
 
 
-def check_fit(config: Any, mask: HeadMask, windows: Windows) -> None:
-    """Raise UserError unless mask and windows fit the model."""
+def check_fit(config: Any, mask: HeadMask) -> None:
+    """Raise UserError unless the mask fits the model."""
     check_mask(config, mask)
-    window = window_menu(windows)[0]
     longest = families.max_positions(config)
-    if longest is not None and window.max_keys >= longest:
+    if longest is not None and mask.menu and mask.menu[0].max_keys >= longest:
         raise UserError(
-            f"window_size is {window}, and the model takes no more than {longest} tokens, so that "
-            "no head would ever slide: choose a smaller window_size"
-        )
-    if mask.num_windows > len(window_menu(windows)):
-        raise UserError(
-            f"the head mask has heads of {mask.num_windows} windows, and there is only "
-            f"{windows_text(windows)}: name all of its windows"
+            f"window_size is {mask.menu[0]}, and the model takes no more than {longest} tokens, so "
+            "that no head would ever slide: choose a smaller window_size"
         )
 
 
@@ -60,7 +54,7 @@ def prepare_for_search(model: Any, backend: str = "auto") -> None:
     interface.register_attention()
     model.get_decoder().set_attn_implementation(interface.NAME)  # without a model's image encoder
     setattr(_generation_model(model), _MASK_METHOD, interface.masks_for_generate)
-    _set_layouts(model, HeadMask.all_full(*mask_shape(model.config)), Window(1), name)
+    _set_layouts(model, HeadMask.all_full(*mask_shape(model.config)), name)
 
 
 def _generation_model(model: Any) -> Any:
@@ -69,15 +63,13 @@ def _generation_model(model: Any) -> Any:
 
 
 @contextmanager
-def head_mask(
-    model: Any, mask: HeadMask, windows: Windows, backend: str | None = None
-) -> Iterator[Any]:
+def head_mask(model: Any, mask: HeadMask, backend: str | None = None) -> Iterator[Any]:
     """Apply `mask` to a model within a `with` block; weights do not change (BOSCH B.2).
 
     At the end, also after an exception, the model has its earlier attention implementation, masks
     for `generate` and head mask again. `backend` defaults to that of the earlier head mask, or to
     "auto". Yields the model.
-    Raises UserError when mask, windows, family or backend cannot be used.
+    Raises UserError when mask, family or backend cannot be used.
     """
     _check_not_hybrid(model)
     modules = interface.attention_modules(model)
@@ -92,7 +84,7 @@ def head_mask(
     try:
         if backend is not None:
             prepare_for_search(model, backend)
-        apply_head_mask(model, mask, windows)
+        apply_head_mask(model, mask)
         yield model
     finally:
         model.set_attn_implementation(implementations)
@@ -109,33 +101,33 @@ def _check_not_hybrid(model: Any) -> None:
         raise UserError("the model is hybrid already: apply head masks to the base model")
 
 
-def apply_head_mask(model: Any, mask: HeadMask, windows: Windows) -> None:
+def apply_head_mask(model: Any, mask: HeadMask) -> None:
     """Apply `mask` to a model until another is applied (BOSCH B.2); weights do not change.
 
-    Calls `prepare_for_search` first if needed; cheap to call again. Raises UserError when mask or
-    windows do not fit the model.
+    Calls `prepare_for_search` first if needed; cheap to call again. Raises UserError when the
+    mask does not fit the model.
     """
     _check_not_hybrid(model)
     modules = interface.attention_modules(model)
     state = interface.head_state(modules[0])
     if state is None or model.get_decoder().config._attn_implementation != interface.NAME:
         prepare_for_search(model, "auto" if state is None else state.backend)
-    check_fit(model.config, mask, windows)
-    _set_layouts(model, mask, windows, interface.required_state(modules[0]).backend)
+    check_fit(model.config, mask)
+    _set_layouts(model, mask, interface.required_state(modules[0]).backend)
 
 
-def _set_layouts(model: Any, mask: HeadMask, windows: Windows, backend: str) -> None:
+def _set_layouts(model: Any, mask: HeadMask, backend: str) -> None:
     """Give each layer its row of `mask`, or the window that it has in the base model."""
     kinds = families.decoder_layers(model.config)
     layouts: list[HeadLayout | None] = [None] * kinds.count
-    for layer, row in zip(kinds.full, mask.windows_per_layer(windows), strict=True):
-        layouts[layer] = _layout(tuple(row))
+    for layer, row in zip(kinds.full, mask.windows, strict=True):
+        layouts[layer] = _layout(row, mask.sinks)
     for layer, size in kinds.windows.items():
-        layouts[layer] = _layout((Window(size),) * kinds.own_heads)
+        layouts[layer] = _layout((size,) * kinds.own_heads, 0)
     interface.set_layouts(model, layouts, backend)
 
 
 @functools.lru_cache(maxsize=1024)
-def _layout(row: tuple[Window | None, ...]) -> HeadLayout:
+def _layout(row: tuple[int, ...], sinks: int) -> HeadLayout:
     """Cached, because a layout caches its index tensors."""
-    return HeadLayout.search(row)
+    return HeadLayout.search([Window(size, sinks) if size else None for size in row])

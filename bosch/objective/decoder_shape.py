@@ -65,7 +65,7 @@ class DecoderShape:
         """Sizes of a model on the meta device."""
         text, kinds = families.text_config(model.config), families.decoder_layers(model.config)
         decoder, head = model.get_decoder(), model.get_output_embeddings()
-        flops = Flops(model, Window(1))
+        flops = Flops(model)
         weights = {id(p): p for part in (decoder, head) for p in part.parameters()}
         total = sum(weight.numel() for weight in weights.values())
         layers = [_count(layer.parameters()) for layer in decoder.layers]

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bosch.heads import HeadMask
 from bosch.journal import Journal
+from bosch.masks import HeadMask
 from bosch.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class EvaluationContext:
 
     calibration: str
     model: str
-    window_size: int | list[int]  # or the list of windows, the widest first
+    windows: list[int]  # the widest first
     sinks: int
 
 

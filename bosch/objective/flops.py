@@ -7,18 +7,17 @@ heads. Norms, rotary embedding, activations and the recurrences of linear attent
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from torch import nn
 
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.model import families
 from bosch.model.interface import attention_module
 from bosch.objective.batches import Batch
-from bosch.window import Window, Windows, block_size, window_menu
+from bosch.window import Window, block_size
 
 # Families with parallel attention and feed-forward blocks; in some others it is configured.
 _PARALLEL_BLOCKS = ("cohere", "cohere2", "cohere2_moe", "phi")
@@ -39,9 +38,9 @@ class LayerFlops:
 
 
 class Flops:
-    """Costs of a model with windows; `layers` are all, `full_layers` the rows of a mask."""
+    """Costs of a model; `layers` are all, `full_layers` the rows of a mask."""
 
-    def __init__(self, model: Any, windows: Windows) -> None:
+    def __init__(self, model: Any) -> None:
         text = families.text_config(model.config)
         kinds = families.decoder_layers(model.config)
         decoder = model.get_decoder()
@@ -72,29 +71,25 @@ class Flops:
         self.own_windows = kinds.windows
         self.per_own_pair: int = 4 * kinds.own_head_dim * heads
         self.output_head: int = 2 * model.get_output_embeddings().weight.numel()
-        self.windows = window_menu(windows)
         self._first_full = kinds.full[0]
         self.all_linear = self.outside + sum(layer.linear for layer in self.layers)
 
-    def pairs(self, rows: int, length: int) -> list[int]:
-        """Pairs of query and key that a head computes for `rows` x `length` tokens, by choice."""
-        sliding = [sliding_pairs(length, window) for window in self.windows]
-        return [rows * pairs for pairs in (length * length, *sliding)]
-
-    def attention(self, row: np.ndarray, pairs: Sequence[int]) -> int:
-        """Operations of the attention of a layer with the choices `row` [HKV]."""
-        counts: list[int] = np.bincount(row, minlength=len(pairs)).tolist()
-        return self.per_pair * sum(n * each for n, each in zip(counts, pairs, strict=True))
-
-    def every_choice(self, pairs: Sequence[int]) -> int:
-        """Operations of the attention of a layer with every head under every choice."""
-        return self.per_pair * self.num_key_value_heads * sum(pairs)
+    def attention(self, row: Mapping[Window | None, int], batch: Batch) -> int:
+        """Operations of the attention of KV heads by window (None: full)."""
+        rows, length = batch.input_ids.shape
+        return (
+            rows
+            * self.per_pair
+            * sum(
+                count * (length * length if window is None else sliding_pairs(length, window))
+                for window, count in row.items()
+            )
+        )
 
     def whole_pass(self, mask: HeadMask, batch: Batch) -> int:
         """Operations of a pass with the output head only at the answers."""
-        pairs = self.pairs(*batch.input_ids.shape)
         linear = self.all_linear * batch.positions
-        attention = sum(self.attention(row, pairs) for row in mask.choices)
+        attention = sum(self.attention(row, batch) for row in mask.layers)
         own_attention = sum(self._own_attention(layer, batch) for layer in self.own_windows)
         return linear + attention + own_attention + self.output_head * len(batch.answers)
 
@@ -103,8 +98,8 @@ class Flops:
         rows, length = batch.input_ids.shape
         return self.per_own_pair * rows * sliding_pairs(length, Window(self.own_windows[layer]))
 
-    def gradient(self, batch: Batch, *, recompute: bool = True) -> int:
-        """Operations of a gate gradient: attention of every choice, no gradients of weights.
+    def gradient(self, batch: Batch, menu: Sequence[Window], *, recompute: bool = True) -> int:
+        """Operations of a gate gradient: full attention and each window, no gradients of weights.
 
         With `recompute` the backward pass recomputes every layer that it reaches, whole: torch may
         leave out a layer's last map. Backward through a linear map costs as much as forward,
@@ -115,7 +110,7 @@ class Flops:
         lowest = above[0]
         parallel = lowest.feed_forward if self._is_parallel else 0
         linear = self.all_linear * batch.positions
-        attention = self.every_choice(self.pairs(*batch.input_ids.shape))
+        attention = self.attention(dict.fromkeys((None, *menu), self.num_key_value_heads), batch)
         own_attention = {layer: self._own_attention(layer, batch) for layer in self.own_windows}
         count = len(self.full_layers)
         reached = sum(layer.linear for layer in above) * batch.positions

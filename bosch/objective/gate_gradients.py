@@ -17,31 +17,33 @@ import torch
 from torch import Tensor, nn
 
 from bosch.attention import AttentionCall, HeadLayout, compute_attention
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.model.interface import Attend, attention_modules
 from bosch.objective.answers import answer_logits
 from bosch.objective.batches import Batch, final_states
 from bosch.objective.patching import freeze, recompute_layers, replace_attention
+from bosch.window import Window
 
 
 def gate_gradients(
     model: Any,
     batch: Batch,
     mask: HeadMask,
-    layouts: Sequence[HeadLayout],
+    menu: Sequence[Window],
     *,
     recompute: bool = False,
 ) -> Tensor:
     """Gradient [L, HKV, K] of the answers' summed log-probability, on the CPU as float64.
 
-    It is computed in the model's dtype. `layouts`: full, then each window from the widest to the
-    narrowest, which has no gate, so entry k is for `layouts[k]`. The model is in search mode.
+    It is computed in the model's dtype. Entry 0 is for full attention, entry k for window k - 1 of
+    the `menu`, the widest first; the narrowest has no gate. The model is in search mode.
     Parameters get no gradient. With `recompute` the backward pass recomputes each layer instead of
     storing its activations, with bit-identical results.
     """
     device = model.device
-    chosen = torch.tensor(mask.choices, device=device)[..., None]
-    gates = (chosen == torch.arange(len(layouts) - 1, device=device)).float().requires_grad_()
+    chosen = choices_of(mask, menu).to(device)[..., None]
+    gates = (chosen == torch.arange(len(menu), device=device)).float().requires_grad_()
+    layouts = [HeadLayout.search([window] * mask.shape[1]) for window in (None, *menu)]
     with contextlib.ExitStack() as stack:
         stack.enter_context(freeze(model))
         for module, gate in zip(attention_modules(model), gates.unbind(), strict=True):
@@ -57,6 +59,12 @@ def gate_gradients(
         log_probabilities = torch.log_softmax(logits, dim=-1).gather(1, answers)
         (gradient,) = torch.autograd.grad(log_probabilities.sum(), gates)
     return gradient.double().cpu()
+
+
+def choices_of(mask: HeadMask, menu: Sequence[Window]) -> Tensor:
+    """The number of each head's window in the menu, from 1; 0 for full heads; [L, HKV]."""
+    number = {0: 0} | {window.size: k for k, window in enumerate(menu, 1)}
+    return torch.tensor([[number[size] for size in row] for row in mask.windows])
 
 
 def blended_attention(gates: Tensor, layouts: Sequence[HeadLayout]) -> Attend:

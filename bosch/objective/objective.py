@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bosch.attention import HeadLayout
 from bosch.errors import RunError, UserError
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.model.families import check_family, rope_depends_on_length
 from bosch.model.fingerprint import model_fingerprint
 from bosch.model.search_mode import apply_head_mask, mask_shape
@@ -30,9 +29,9 @@ from bosch.objective.batches import Batch, batches_by_part, batches_of_rank, fin
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.evaluation_log import Evaluation, EvaluationContext, GateGradient
 from bosch.objective.flops import Flops
-from bosch.objective.gate_gradients import gate_gradients
+from bosch.objective.gate_gradients import choices_of, gate_gradients
 from bosch.ranks import Ranks
-from bosch.window import Windows, window_menu
+from bosch.window import Window, window_menu
 
 logger = logging.getLogger(__name__)
 
@@ -43,15 +42,16 @@ class Objective:
     """Measures head masks on a model in search mode.
 
     With several `ranks` each measures its share of the batches; all of them must evaluate the same
-    masks in the same order, and get equal evaluations. `held_out` examples are used only by
-    `evaluate_held_out`. Raises UserError if a sliding head would see every token of every example.
+    masks in the same order, and get equal evaluations. Gradients are by the choices of `windows`.
+    `held_out` examples are used only by `evaluate_held_out`. Raises UserError if a sliding head
+    would see every token of every example.
     """
 
     def __init__(
         self,
         model: Any,
         calibration: CalibrationSet,
-        windows: Windows,
+        windows: Window | Sequence[Window],
         *,
         batch_size: int = 8,
         ranks: Ranks | None = None,
@@ -81,12 +81,7 @@ class Objective:
         self._part_of = [number for number, batches in enumerate(parts) for _ in batches]
         sizes = [[batch.positions for batch in batches] for batches in parts]
         self._local_batches = set(batches_of_rank(sizes, self.ranks))
-        self._flops = Flops(model, self.windows)
-        # All heads under each choice of a mask: full, then each window.
-        self._layouts = [
-            HeadLayout.search([window] * self.num_key_value_heads)
-            for window in (None, *self.windows)
-        ]
+        self._flops = Flops(model)
         self._checked = self._recomputes = False
         self._held_out = None
         if held_out is not None:
@@ -113,11 +108,10 @@ class Objective:
     @property
     def context(self) -> EvaluationContext:
         """All that scores depend on besides the mask."""
-        first, *more = (window.size for window in self.windows)
         return EvaluationContext(
             calibration=self.calibration.fingerprint,
             model=model_fingerprint(self.model),
-            window_size=first if not more else [first, *more],
+            windows=[window.size for window in self.windows],
             sinks=self.window.sinks,
         )
 
@@ -161,7 +155,9 @@ class Objective:
     def gradient_passes(self, share: int, shares: int) -> float:
         """Upper bound of `gate_gradient`'s full-forward equivalents, equal on all machines."""
         indices = self._batches_of_share(share, shares)
-        operations = sum(self._flops.gradient(self._batches[index]) for index in indices)
+        operations = sum(
+            self._flops.gradient(self._batches[index], self.windows) for index in indices
+        )
         return float(operations) / self.full_pass_operations
 
     def gate_gradient(self, mask: HeadMask, share: int = 0, shares: int = 1) -> GateGradient:
@@ -177,13 +173,13 @@ class Objective:
     def window_gradient(self, mask: HeadMask, share: int = 0, shares: int = 1) -> GateGradient:
         """Estimated changes of the mean log-likelihood [L, HKV, 1 + windows], from one gradient.
 
-        Entry k of a head is the change by choice k of `HeadMask.choices`, 0 for its current choice.
+        Entry 0 of a head is the change if it were full, entry k with the k-th window from the
+        widest; 0 for its current one.
         First order: many changes together sum to less. Otherwise as `gate_gradient`.
         """
         values, seconds, passes = self._gate_gradients(mask, share, shares)
         values = torch.cat([values, torch.zeros_like(values[..., :1])], dim=2)
-        chosen = torch.tensor(mask.choices.astype(int))[..., None]
-        values = values - values.gather(2, chosen)
+        values = values - values.gather(2, choices_of(mask, self.windows)[..., None])
         return GateGradient(values.tolist(), seconds, passes)
 
     def _gate_gradients(
@@ -193,13 +189,15 @@ class Objective:
         started = time.perf_counter()
         self._apply(mask)
         indices = self._batches_of_share(share, shares)
-        shape = len(self._batches), *mask.is_full.shape, len(self.windows)
+        shape = len(self._batches), *mask.shape, len(self.windows)
         gradients = torch.zeros(shape, dtype=torch.float64)
         operations = torch.zeros(len(self._batches), dtype=torch.float64)
         for index in sorted(self._local_batches.intersection(indices)):
             batch = self._batches[index]
             gradients[index] = self._batch_gradients(batch, mask)
-            operations[index] = self._flops.gradient(batch, recompute=self._recomputes)
+            operations[index] = self._flops.gradient(
+                batch, self.windows, recompute=self._recomputes
+            )
         (gradients, operations), seconds = self._merge(mask, started, gradients, operations)
         examples = sum(len(self._batches[index].examples) for index in indices)
         values = gradients[indices].sum(dim=0) / examples
@@ -213,16 +211,14 @@ class Objective:
     def _batch_gradients(self, batch: Batch, mask: HeadMask) -> Tensor:
         """Sums over a batch [L, HKV, windows]; layers are recomputed once a GPU was too small."""
         try:
-            return gate_gradients(
-                self.model, batch, mask, self._layouts, recompute=self._recomputes
-            )
+            return gate_gradients(self.model, batch, mask, self.windows, recompute=self._recomputes)
         except torch.OutOfMemoryError:
             if self._recomputes:
                 raise
         logger.info("activations of a gradient do not fit: its layers are recomputed")
         self._recomputes = True
         torch.cuda.empty_cache()
-        return gate_gradients(self.model, batch, mask, self._layouts, recompute=True)
+        return gate_gradients(self.model, batch, mask, self.windows, recompute=True)
 
     def whole_pass_operations(self, mask: HeadMask) -> int:
         """Operations of a pass over the set under `mask`."""
@@ -238,7 +234,7 @@ class Objective:
         return self.whole_pass_operations(mask) / self.full_pass_operations
 
     def _apply(self, mask: HeadMask) -> None:
-        apply_head_mask(self.model, mask, self.windows)
+        apply_head_mask(self.model, mask)
         self.check_output_head()
 
     def _batches_of_share(self, share: int, shares: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.search import bosch as algorithms
 from bosch.search.evaluator import Evaluator
 from bosch.search.groups import max_layers_per_group
@@ -68,7 +68,7 @@ def _algorithm_one(
         note = f"Algorithm 1 localised {surplus} units too many: turned back in the hardest layers"
         evaluator.note(note)
         mask = restore_units(evaluator, settings, mask, ratios.hardest_first, surplus)
-    quotas = [len(heads) for heads in mask.swa_kv_heads]
+    quotas = (~mask.is_full).sum(axis=1).tolist()
     rows = algorithms.layer_rows(importance, ratios, evaluator, quotas)
     return algorithms.final_result(evaluator, settings, mask, anchors, rows)
 
@@ -77,7 +77,9 @@ def _best_layer_to_restore(evaluator: Evaluator, settings: SearchSettings, mask:
     """The sliding layer that gives the best score when it becomes full again."""
 
     def rank(layer: int) -> tuple[float, float]:
-        whole = mask.with_layer(layer, [True] * mask.num_key_value_heads)
+        is_full = mask.is_full
+        is_full[layer] = True
+        whole = evaluator.mask(is_full)
         return settings.sort_key(*evaluator.evaluate(whole, "repair", f"layer {layer}").rank)
 
-    return max((i for i, heads in enumerate(mask.swa_kv_heads) if heads), key=rank)
+    return max((i for i, row in enumerate(mask.windows) if any(row)), key=rank)

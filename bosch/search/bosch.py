@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bosch.budget import swa_budget
-from bosch.front import Front
-from bosch.heads import HeadMask
+from bosch.mask_files import Front
+from bosch.masks import HeadMask
 from bosch.objective.evaluation_log import Evaluation
 from bosch.search.evaluator import Evaluator
 from bosch.search.groups import layer_groups, max_layers_per_group, split_evenly
@@ -313,8 +313,9 @@ def head_selection(
     groups = ratio_groups(quotas, units, settings.max_group_variables)  # line 6
     for number, (layers, quota) in enumerate(groups):  # line 7
         if quota == units:
-            for layer in layers:
-                mask = mask.with_layer(layer, np.zeros(units, dtype=np.bool_))
+            is_full = mask.is_full
+            is_full[layers] = False
+            mask = evaluator.mask(is_full)
             continue
         total = quota * len(layers)
         subproblem = SubProblem(mask, layers, total, "head_selection", f"group {number}")

@@ -34,7 +34,6 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from bosch.heads import HeadMask
 from bosch.objective.evaluation_log import Evaluation
 from bosch.search.bosch import SearchResult, final_result
 from bosch.search.evaluator import SHARES, Evaluator
@@ -82,8 +81,7 @@ def bosch_plus(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     check_passes(1 + search.gradients.cost, search.left, "one gradient and one mask")
     search.start()
     search.improve()
-    mask = HeadMask(search.best.bits.reshape(evaluator.shape))
-    return final_result(evaluator, settings, mask, anchors)
+    return final_result(evaluator, settings, evaluator.mask(search.best.bits), anchors)
 
 
 def _note_least_budget(evaluator: Evaluator, settings: SearchSettings) -> None:
@@ -201,7 +199,9 @@ class _Search:
             return None
         self._tried.add(bits.tobytes())
         self.left -= 1
-        track = _Track(bits, self.evaluator.evaluate(self._mask(bits), "start", name), moves)
+        track = _Track(
+            bits, self.evaluator.evaluate(self.evaluator.mask(bits), "start", name), moves
+        )
         self.tracks.append(track)
         self._log_best(name, track)
         return track
@@ -247,12 +247,9 @@ class _Search:
         is_known = self.gradients.known(track.bits) is not None
         return self.left >= 1 + (0.0 if is_known else self.gradients.cost)
 
-    def _mask(self, bits: Bits) -> HeadMask:
-        return HeadMask(bits.reshape(self.shape))
-
     def _gradient(self, bits: Bits, share: int) -> Values:
         """A gradient at a mask: the value of each unit there."""
-        result = self.evaluator.gate_gradient(self._mask(bits), share, SHARES)
+        result = self.evaluator.gate_gradient(self.evaluator.mask(bits), share, SHARES)
         self.left -= self.evaluator.cost_of_gradient(share, SHARES)
         logger.info(
             "bosch_plus: gradient %d at %d full units, %.1f passes left",
@@ -274,7 +271,7 @@ class _Search:
         self._tried.add(bits.tobytes())
         best = track.best
         self.left -= 1
-        evaluation = self.evaluator.evaluate(self._mask(bits), phase, subproblem)
+        evaluation = self.evaluator.evaluate(self.evaluator.mask(bits), phase, subproblem)
         won = evaluation.rank > best.rank
         if won:
             track.bits, track.best = bits, evaluation

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from bosch.budget import swa_budget
 from bosch.errors import RunError
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.objective.evaluation_log import Evaluation, EvaluationLog, GateGradient
 from bosch.progress import Progress
 from bosch.search.loss import Anchors
@@ -105,6 +105,10 @@ class Evaluator:
     def shape(self) -> tuple[int, int]:
         """Layers and units per layer: the shape of the masks that methods pass."""
         return self.units.shape
+
+    def mask(self, is_full: npt.NDArray[np.bool_]) -> HeadMask:
+        """Mask of units: full where `is_full`, in any shape, else with the narrowest window."""
+        return HeadMask.of(is_full.reshape(self.shape).tolist(), self.windows[-1])
 
     def evaluate(self, mask: HeadMask, phase: str, subproblem: str) -> Evaluation:
         """S(z) of a mask of units, from the log or the model; RunError if it is not finite."""
@@ -204,11 +208,11 @@ class Evaluator:
         """Cost of all gradients of this search, in full passes."""
         return sum(g.full_forward_equivalents for g in self._gradients.values())
 
-    def anchors(self, swa_ratio: float, choice: int = 1) -> Anchors:
-        """S(all sliding), by window `choice`, and S(all full), Eq. 2; `swa_ratio` sets `budget`."""
+    def anchors(self, swa_ratio: float) -> Anchors:
+        """S(all sliding), by the narrowest window, and S(all full), Eq. 2; sets `budget`."""
         layers, units = self.shape
         self.budget = swa_budget(layers * units, swa_ratio)
-        all_sliding = HeadMask.of_choices(np.full(self.shape, choice))
+        all_sliding = HeadMask.all_sliding(*self.shape, self.windows[-1])
         sliding = self.evaluate(all_sliding, "anchors", "all sliding")
         full = self.evaluate(HeadMask.all_full(*self.shape), "anchors", "all full")
         logger.info("anchors: all sliding %.4f, all full %.4f", sliding.score, full.score)

@@ -26,13 +26,11 @@ Steps are small, each with gradients over another part of the calibration exampl
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 
 from bosch.analysis.intervals import share
-from bosch.front import Front, FrontPoint
-from bosch.heads import HeadMask
+from bosch.mask_files import Front, FrontPoint, HeldOut
 from bosch.search.allotment import Choices, Order, Values, allotted, order_of, share_order, slots_of
 from bosch.search.bosch import SearchResult
 from bosch.search.evaluator import SHARES, Evaluator
@@ -67,7 +65,7 @@ def front(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     passes at their share of examples. Raises UserError if there is nothing to search for, a budget
     or window is impossible at the context, or the passes do not suffice for a gradient.
     """
-    anchors = evaluator.anchors(settings.swa_ratio, len(evaluator.windows))
+    anchors = evaluator.anchors(settings.swa_ratio)
     anchors.check()
     search = FrontSearch(evaluator, settings)
     search.start()
@@ -309,31 +307,23 @@ class FrontSearch(Moves):
         exact = [slots_of(p.choices, self.costs) for p in points if p.budget == self.exact]
         within = exact or [slots for slots in by_slots if slots <= self.chosen]
         result = by_slots[max(within, key=lambda slots: (by_slots[slots].evaluation.score, slots))]
-        front_points = [self._front_point(point) for point in by_slots.values()]
-        front = Front.of(front_points, self.menu, self.context, model="")
-        mask = HeadMask.of_choices(result.choices)
+        front_points = tuple(self._front_point(by_slots[slots]) for slots in sorted(by_slots))
+        mask = self.mask(result.choices)
         evaluation = self.evaluator.evaluate(mask, "final", "final mask")
-        mask = self.evaluator.units.head_mask(mask)
-        chosen = [front.mask(index) for index in range(len(front.points))].index(mask)
         return SearchResult(
-            mask, evaluation, anchors, evaluation, front=replace(front, chosen=chosen)
-        )
+            self.evaluator.units.head_mask(mask), evaluation, anchors, evaluation,
+            front=Front(self.context, front_points),
+        )  # fmt: skip
 
     def _front_point(self, point: Point) -> FrontPoint:
-        mask, count = HeadMask.of_choices(point.choices), self.evaluator.held_out_examples
+        mask, count = self.mask(point.choices), self.evaluator.held_out_examples
         held_out = None
         if count:
             score = self.evaluator.evaluate_held_out(mask).score
-            held_out = share(score, count, _HELD_OUT_TAIL)
-        return FrontPoint.of(
-            self.evaluator.units.head_mask(mask),
-            self.menu,
-            self.context,
-            score=point.evaluation.score,
-            log_likelihood=point.evaluation.log_likelihood,
-            held_out=held_out,
-            passes=point.passes,
-        )
+            held_out = HeldOut(*share(score, count, _HELD_OUT_TAIL))
+        mask = self.evaluator.units.head_mask(mask)
+        slots, score = mask.kv_slots(self.context), point.evaluation.score
+        return FrontPoint(mask, slots, None, score, held_out, point.passes)
 
 
 def _total(values: Values, choices: Choices) -> float:

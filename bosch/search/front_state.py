@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bosch.errors import UserError
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.objective.evaluation_log import Evaluation
 from bosch.search.allotment import Choices, Values, slots_of, spaced_slots
 from bosch.search.evaluator import SHARES, Evaluator, SlotBudgets
@@ -53,6 +53,7 @@ class State:
         group = evaluator.units.heads.shape[2]
         self.costs: Values = group * np.array([self.context, *held], dtype=np.float64)
         self.num_choices = len(self.costs)
+        self._sizes = np.array([0, *(window.size for window in self.menu)])
         self.all_full: Choices = np.zeros(self.shape, dtype=np.int64)
         self.narrowest = np.full(self.shape, self.num_choices - 1)
         self.min_slots = int(slots_of(self.narrowest, self.costs))
@@ -123,9 +124,13 @@ class State:
         spread = np.linspace(0, len(unselected) - 1, affordable - len(selected)).round().astype(int)
         return sorted(selected | {unselected[index] for index in spread})
 
+    def mask(self, choices: Choices) -> HeadMask:
+        """The mask of units with these choices: 0 full, k the k-th window from the widest."""
+        return HeadMask(self._sizes[choices].tolist(), self.menu[0].sinks)
+
     def _is_chosen(self, mask: HeadMask) -> bool:
         """Whether a mask of heads meets the chosen budget and exceeds the next smaller one."""
-        slots = mask.kv_slots(self.menu, self.context)
+        slots = mask.kv_slots(self.context)
         smaller = [budget for budget in self.budgets if budget < self.chosen]
         below = max(smaller, default=self.min_slots)
         return slots == self.chosen or below < slots <= self.chosen
@@ -146,7 +151,7 @@ class State:
         """Passes for a layout, without the held-out examples."""
         key = choices.tobytes()
         if key not in self._cost_of:
-            self._cost_of[key] = self.evaluator.cost_of_mask(HeadMask.of_choices(choices))
+            self._cost_of[key] = self.evaluator.cost_of_mask(self.mask(choices))
         return self._cost_of[key]
 
     @property
@@ -166,7 +171,7 @@ class State:
 
     def _anchor(self, choices: Choices) -> Evaluation:
         """The evaluation of an anchor, in which all units have the same choice."""
-        mask = self.evaluator.units.head_mask(HeadMask.of_choices(choices))
+        mask = self.evaluator.units.head_mask(self.mask(choices))
         evaluation = self.evaluator.log.get(mask)
         assert evaluation is not None
         return evaluation
@@ -174,7 +179,7 @@ class State:
     def _gradient(self, choices: Choices, share: int) -> Values:
         """A gradient at a layout, as values of all choices."""
         self.left -= self.evaluator.cost_of_gradient(share, SHARES)
-        return self.evaluator.window_values(HeadMask.of_choices(choices), share, SHARES)
+        return self.evaluator.window_values(self.mask(choices), share, SHARES)
 
     def _pays(self, choices: Choices) -> bool:
         """Whether the passes suffice for one more mask and the gradient that proposes it."""
@@ -191,7 +196,7 @@ class State:
         """The evaluation of a layout, or None if it loses; known winners cost nothing."""
         key = choices.tobytes()
         if key not in self._measured:
-            mask = HeadMask.of_choices(choices)
+            mask = self.mask(choices)
             evaluation = self.evaluator.evaluate(mask, phase, name)
             self.left -= evaluation.full_forward_equivalents
             self.evaluations += 1

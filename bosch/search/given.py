@@ -6,9 +6,10 @@ from typing import Any
 
 from bosch.budget import swa_budget
 from bosch.errors import UserError
-from bosch.heads import HeadMask, HeadMaskFile
+from bosch.mask_files import HeadMaskFile
+from bosch.masks import HeadMask
 from bosch.search.settings import SearchSettings
-from bosch.window import window_menu, windows_text
+from bosch.window import windows_text
 
 
 def given_mask(scorer: Any, settings: SearchSettings) -> HeadMask:
@@ -19,37 +20,37 @@ def given_mask(scorer: Any, settings: SearchSettings) -> HeadMask:
     path = settings.mask
     if not path:
         raise UserError("method given takes the head mask from a file; name one", "search.mask")
-    file = HeadMaskFile.load(path)
+    mask = HeadMaskFile.load(path).mask
     shape = scorer.num_layers, scorer.num_key_value_heads
-    if file.mask.is_full.shape != shape:
+    if mask.shape != shape:
         raise UserError(
-            f"{path}: a mask of {file.num_layers} layers with {file.num_key_value_heads} KV heads, "
-            f"the model has {shape[0]} with {shape[1]}"
+            f"{path}: a mask of {mask.shape[0]} layers with {mask.shape[1]} KV heads, the model "
+            f"has {shape[0]} with {shape[1]}"
         )
-    sliding = file.mask.num_sliding
+    sliding = mask.num_sliding
     budget = swa_budget(shape[0] * shape[1], settings.swa_ratio)
     if sliding != budget:
         raise UserError(
             f"{settings.swa_ratio:g} means {budget} sliding heads, {path} has {sliding}; set it to "
-            f"{file.mask.swa_ratio:.6g}",
+            f"{mask.swa_ratio:.6g}",
             "search.swa_ratio",
         )
-    menu = window_menu(getattr(scorer, "windows", file.windows))
-    if menu != file.windows:
-        sizes = [window.size for window in file.windows[::-1]]
+    menu = getattr(scorer, "windows", mask.menu)
+    if mask.menu and menu != mask.menu:
+        sizes = [window.size for window in mask.menu[::-1]]
         field = f"window_size: {sizes[0]}" if len(sizes) == 1 else f"windows: {sizes}"
         where = "window_size" if len(menu) == 1 else "windows"
         raise UserError(
             f"the window is {windows_text(menu)}, {path} is a mask for "
-            f"{windows_text(file.windows)}; set {field} and sinks: {file.sinks}",
+            f"{windows_text(mask.menu)}; set {field} and sinks: {mask.sinks}",
             f"search.{where}",
         )
     granularity = settings.head_granularity
-    for layer, full in enumerate(file.mask.full_kv_heads_per_layer):
-        if full % granularity:
+    for layer, row in enumerate(mask.layers):
+        if (full := row[None]) % granularity:
             raise UserError(
                 f"layer {layer} of {path} has {full} full KV heads, no multiple of {granularity}; "
                 "leave the field out or choose another mask",
                 "search.head_granularity",
             )
-    return file.mask
+    return mask

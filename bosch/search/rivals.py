@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.search.bosch import SearchResult, final_result, measure_anchors
 from bosch.search.evaluator import SHARES, Evaluator
 from bosch.search.gates import Gates
@@ -36,7 +36,7 @@ def one_gradient(evaluator: Evaluator, settings: SearchSettings) -> SearchResult
     values = np.array(evaluator.gate_gradient(full, 0, 1).values)
     bits = np.ones(values.size, dtype=np.bool_)
     bits[np.argsort(values.reshape(-1), kind="stable")[: evaluator.budget]] = False
-    return final_result(evaluator, settings, HeadMask(bits.reshape(values.shape)), anchors)
+    return final_result(evaluator, settings, evaluator.mask(bits), anchors)
 
 
 def learned_gates(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
@@ -56,9 +56,9 @@ def learned_gates(evaluator: Evaluator, settings: SearchSettings) -> SearchResul
     check_passes(1 + evaluator.cost_of_gradient(0, SHARES), budget, "one gradient and one mask")
     left, step = budget - 1.0, 0  # the final mask is evaluated, too
     while step < 100 * SHARES and left >= evaluator.cost_of_gradient(step % SHARES, SHARES):
-        mask = HeadMask(gates.draw().reshape(shape))
+        mask = evaluator.mask(gates.draw())
         gradient = evaluator.gate_gradient(mask, step % SHARES, SHARES)
         gates.learn(np.array(gradient.values).reshape(-1))
         left -= evaluator.cost_of_gradient(step % SHARES, SHARES)
         step += 1
-    return final_result(evaluator, settings, HeadMask(gates.mask().reshape(shape)), anchors)
+    return final_result(evaluator, settings, evaluator.mask(gates.mask()), anchors)

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from bosch.baselines.ranking import Ranked, rank_units
 from bosch.budget import check_granularity
 from bosch.errors import RunError, UserError
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.model.search_mode import mask_shape
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.evaluation_log import EvaluationContext, EvaluationLog
@@ -26,6 +27,8 @@ from bosch.search.trace import TracePoint
 from bosch.units import Units
 
 logger = logging.getLogger(__name__)
+
+Bits = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ def run_method(
     with gradients, or when all masks score the same.
     """
     if log is None:
-        context = getattr(scorer, "context", EvaluationContext("", "", 1, 0))
+        context = getattr(scorer, "context", EvaluationContext("", "", [], 0))
         log = EvaluationLog(None, context)
     evaluator = Evaluator(scorer, log)
     started = time.perf_counter()
@@ -98,7 +101,7 @@ def find_mask(name: str, evaluator: Evaluator, settings: SearchSettings) -> Sear
         mask = method.load()(scorer, settings)
     else:
         shape, ratio = evaluator.shape, settings.swa_ratio
-        mask = method.load()(*shape, ratio, **_read_settings(method, settings))
+        mask = evaluator.mask(method.load()(*shape, ratio, **_read_settings(method, settings)))
     return _measured(evaluator, mask, anchors)
 
 
@@ -153,7 +156,7 @@ def _ranked(name: str, evaluator: Evaluator, settings: SearchSettings) -> HeadMa
         )
     if objective.window.sinks:
         evaluator.note(f"{name} ranked the heads by the window alone, without the sinks")
-    return ranked.mask
+    return HeadMask.of(ranked.is_full, objective.window)
 
 
 def _objective(name: str, evaluator: Evaluator) -> Objective:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.objective.evaluation_log import Evaluation
 from bosch.search.evaluator import Evaluator
 from bosch.search.loss import Loss
@@ -49,12 +49,12 @@ def optimise_layers(
     """Solve a sub-problem with at most kappa evaluations per layer, by a `loss` where given."""
     base, phase, name = subproblem.base, subproblem.phase, subproblem.name
     rows, quota = sorted(subproblem.layers), subproblem.quota
-    units = 1 if subproblem.whole_layers else base.num_key_value_heads
+    units = 1 if subproblem.whole_layers else base.shape[1]
 
     def with_bits(bits: Bits) -> HeadMask:
-        is_full = base.is_full.copy()
+        is_full = base.is_full
         is_full[rows] = ~bits.reshape(len(rows), units)
-        return HeadMask(is_full)
+        return evaluator.mask(is_full)
 
     def measure(bits: Bits) -> Evaluation:
         return evaluator.evaluate(with_bits(bits), phase, name)
@@ -92,14 +92,14 @@ def restore_units(
 
     while surplus > 0:
         for layer in layers:
-            sliding = mask.swa_kv_heads[layer]
-            if surplus == 0 or not sliding:
+            sliding = np.flatnonzero(mask.windows[layer])
+            if surplus == 0 or not len(sliding):
                 continue
             candidates = []
             for head in sliding:
-                row = mask.is_full[layer].copy()
-                row[head] = True
-                candidates.append(mask.with_layer(layer, row))
+                is_full = mask.is_full
+                is_full[layer, head] = True
+                candidates.append(evaluator.mask(is_full))
             mask = max(candidates, key=rank)
             surplus -= 1
     return mask

@@ -112,15 +112,15 @@ tokenizer = AutoTokenizer.from_pretrained(base)
 file = bosch.HeadMaskFile.load("recipes/masks/quickstart/bosch-0.75.json")
 inputs = tokenizer("def main(", return_tensors="pt")
 
-with bosch.head_mask(model, file.mask, file.windows):  # weights stay as they are
+with bosch.head_mask(model, file.mask):  # weights stay as they are
     logits = model(**inputs).logits
-hybrid = bosch.materialize(model, file.mask, file.windows)  # the same logits, and a smaller cache
+hybrid = bosch.materialize(model, file.mask)  # the same logits, and a smaller cache
 hybrid.save_pretrained("my_hybrid")
 tokenizer.save_pretrained("my_hybrid")
 ```
 
-`bosch.HeadMask.from_swa_kv_heads([[0, 1], [2]], 4)` makes a mask by hand, here for two layers of
-four KV heads; `bosch.Window(1024)` is a window. `import bosch` does not load torch or transformers;
+`bosch.HeadMask(((64, 64, 0, 0), (0, 0, 64, 0)))` makes a mask by hand, here for two layers of four
+KV heads: the window of each, 0 for a full head. `import bosch` does not load torch or transformers;
 the names below load them on first use. `help(bosch.materialize)` shows arguments, shapes and
 errors.
 

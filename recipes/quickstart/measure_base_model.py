@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.model.loading import load_model
 from bosch.model.search_mode import prepare_for_search
 from bosch.objective.calibration import CalibrationSet
@@ -53,7 +53,9 @@ def questions(model: Any, tokenizer: Any, tasks: Sequence[str], length: int, cou
 def needle_measures(model: Any, tokenizer: Any) -> dict[str, Any]:
     """Scores of the full and the all-sliding mask, with the masks of `mask_measures`."""
     layers, heads = model.config.num_hidden_layers, model.config.num_key_value_heads
-    all_full, all_sliding = HeadMask.all_full(layers, heads), HeadMask.all_sliding(layers, heads)
+    window = Window(WINDOW)
+    all_full = HeadMask.all_full(layers, heads)
+    all_sliding = HeadMask.all_sliding(layers, heads, window)
     count = SAMPLES // len(TASKS)
     asked = {task: questions(model, tokenizer, [task], CONTEXT, count) for task in TASKS}
     searched, _ = questions(model, tokenizer, TASKS, SEARCH_LENGTH, SEARCH_SAMPLES)
@@ -62,46 +64,39 @@ def needle_measures(model: Any, tokenizer: Any) -> dict[str, Any]:
     sliding: dict[str, float] = {}
     for task, (examples, right) in asked.items():
         full[task] = right
-        sliding[task] = (
-            right * Objective(model, examples, Window(WINDOW)).evaluate(all_sliding).score
-        )
+        sliding[task] = right * Objective(model, examples, window).evaluate(all_sliding).score
         print(f"{task}: full {full[task]:.3f}, sliding {sliding[task]:.3f}", flush=True)
-    objective = Objective(model, searched, Window(WINDOW))
+    objective = Objective(model, searched, window)
     return {
         "full": float(np.mean(list(full.values()))),
         "sliding": float(np.mean(list(sliding.values()))),
         "by_task": full,
         "search_full": objective.evaluate(all_full).score,
         "search_sliding": objective.evaluate(all_sliding).score,
-        **mask_measures(objective, all_full, all_sliding),
+        **mask_measures(objective),
     }
 
 
-def mask_measures(
-    objective: Objective, all_full: HeadMask, all_sliding: HeadMask
-) -> dict[str, Any]:
+def mask_measures(objective: Objective) -> dict[str, Any]:
     """Scores with one head sliding, one layer sliding, one layer full, and half at random."""
-    layers, heads = all_full.num_layers, all_full.num_key_value_heads
-    sliding_row, full_row = np.zeros(heads, dtype=bool), np.ones(heads, dtype=bool)
+    layers, heads = objective.shape
+    number, layer_of = np.arange(layers * heads).reshape(layers, heads), np.arange(layers)[:, None]
     rng = np.random.default_rng(SEED)
     halves = [
         rng.permutation(np.arange(layers * heads) % 2 == 0).reshape(layers, heads)
         for _ in range(RANDOM_MASKS)
     ]
     masks = {
-        "single_head": [
-            all_full.with_layer(layer, np.arange(heads) != head)
-            for layer in range(layers)
-            for head in range(heads)
-        ],
-        "whole_layer": [all_full.with_layer(layer, sliding_row) for layer in range(layers)],
-        "only_layer": [all_sliding.with_layer(layer, full_row) for layer in range(layers)],
-        "random_masks": [HeadMask(bits) for bits in halves],
+        "single_head": [number != head for head in range(layers * heads)],
+        "whole_layer": [np.repeat(layer_of != layer, heads, 1) for layer in range(layers)],
+        "only_layer": [np.repeat(layer_of == layer, heads, 1) for layer in range(layers)],
+        "random_masks": halves,
     }
     scores: dict[str, Any] = {name: [] for name in masks}
     with progress(sum(map(len, masks.values())), "masks", "masks") as bar:
         for name, masks_of_kind in masks.items():
-            for mask in masks_of_kind:
+            for is_full in masks_of_kind:
+                mask = HeadMask.of(is_full, objective.window)
                 scores[name].append(objective.evaluate(mask).score)
                 bar.update()
     scores["single_head"] = np.reshape(scores["single_head"], (layers, heads)).tolist()

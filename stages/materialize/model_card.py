@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bosch.heads import HeadMaskFile
+from bosch.mask_files import HeadMaskFile
+from bosch.masks import HeadMask
 from bosch.model.cache_size import OwnWindow
 from stages.context import ModelConfig
 from stages.materialize.stage import licence_of
@@ -64,9 +65,10 @@ def model_card(
     score = "unknown"
     if mask_file.score is not None:
         score = f"{mask_file.score:.4g}, the share of calibration answers that are right"
-    sizes = " or ".join(str(window.size) for window in mask_file.windows)
+    mask = mask_file.mask
+    sizes = " or ".join(str(window.size) for window in mask.menu)
     plural, order = "", ""
-    if len(mask_file.windows) > 1:
+    if len(mask.menu) > 1:
         plural, order = "s", ", then those of each window from the widest down"
     seed = "" if mask_file.seed is None else f" (seed {mask_file.seed})"
     transformers = installed_versions(["transformers"])["transformers"]
@@ -86,16 +88,16 @@ def model_card(
 
 # {base}, hybrid attention
 
-Of the KV heads of {base}{where} a share of {mask_file.mask.swa_ratio:.4g} sees a sliding window
+Of the KV heads of {base}{where} a share of {mask.swa_ratio:.4g} sees a sliding window
 only; the others see everything, as before. Made by BOSCH-pipeline, after [BOSCH]({_PAPER}).
 
 | | |
 |---|---|
 | base model | {base}{f" ({model.revision})" if model.revision else ""} |
 | licence of the base model | {licence_name or "not stated in its card"} |
-| sliding KV heads | {mask_file.mask.num_sliding} of {mask_file.mask.is_full.size} |
+| sliding KV heads | {mask.num_sliding} of {mask.is_full.size} |
 | window{plural} | {sizes} tokens, the query's own included |
-| sinks | {mask_file.sinks} |
+| sinks | {mask.sinks} |
 | head mask found by | {mask_file.method}{seed} |
 | its score in the search | {score} |
 {UNTRAINED}
@@ -108,10 +110,10 @@ only; the others see everything, as before. Made by BOSCH-pipeline, after [BOSCH
 ## Head mask
 
 One row per layer, one sign per KV head in the base model's order: ■ full,
-{_legend(mask_file)}. In the weights here each layer's full heads come first{order}.
+{_legend(mask)}. In the weights here each layer's full heads come first{order}.
 
 ```
-{_mask_rows(mask_file, layers)}
+{_mask_rows(mask, layers)}
 ```
 
 ## Limits
@@ -128,28 +130,26 @@ def note_training(folder: Path, tokens: int) -> None:
         path.write_text(card.replace(UNTRAINED, row), encoding="utf-8")
 
 
-def _mask_rows(mask_file: HeadMaskFile, layers: Sequence[int]) -> str:
+def _mask_rows(mask: HeadMask, layers: Sequence[int]) -> str:
     """The head mask as text, with a row for each of `layers`."""
-    width = len(str(layers[-1]))
-    signs = ["■", *_signs(mask_file).values()]
+    width, signs = len(str(layers[-1])), {0: "■", **_signs(mask)}
     return "\n".join(
-        f"{layer:>{width}}  {' '.join(signs[choice] for choice in row)}"
-        for layer, row in zip(layers, mask_file.mask.choices, strict=True)
+        f"{layer:>{width}}  {' '.join(signs[size] for size in row)}"
+        for layer, row in zip(layers, mask.windows, strict=True)
     )
 
 
-def _signs(mask_file: HeadMaskFile) -> dict[int, str]:
+def _signs(mask: HeadMask) -> dict[int, str]:
     """The sign of each window's heads: □, or with several windows their rank from the widest."""
-    if len(mask_file.windows) == 1:
-        return {mask_file.window_size: "□"}
-    return {w.size: f"{place:x}" for place, w in enumerate(mask_file.windows, start=1)}
+    if len(mask.menu) == 1:
+        return {mask.menu[0].size: "□"}
+    return {window.size: str(place) for place, window in enumerate(mask.menu, start=1)}
 
 
-def _legend(mask_file: HeadMaskFile) -> str:
-    if len(mask_file.windows) == 1:
+def _legend(mask: HeadMask) -> str:
+    if len(mask.menu) < 2:
         return "□ sliding"
-    signs = (f"{sign} a window of {size}" for size, sign in _signs(mask_file).items())
-    return ", ".join(signs)
+    return ", ".join(f"{sign} a window of {size}" for size, sign in _signs(mask).items())
 
 
 def base_licence(model: ModelConfig) -> dict[str, str]:

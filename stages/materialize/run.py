@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bosch.errors import RunError, UserError
 from bosch.files import exists, remove
-from bosch.front import Front
-from bosch.heads import HeadMask, HeadMaskFile
+from bosch.mask_files import Front, HeadMaskFile
+from bosch.masks import HeadMask
 from bosch.model.cache import state_bytes
 from bosch.model.cache_size import CacheSize
 from bosch.model.families import check_family, decoder_layers, max_positions, text_config
-from bosch.model.head_table import head_counts
 from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
-from bosch.model.search_mode import check_mask, head_mask, mask_shape
-from bosch.window import Window, Windows
+from bosch.model.search_mode import check_mask, head_mask
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from stages.context import StageConfig
 from stages.materialize.cost import FLOAT32_PARAMETERS
@@ -51,7 +48,7 @@ def run(
     card.
 
     The head mask is inputs["search"]/head_mask.json, or the point of inputs["search"]/front.json
-    that section or budget chooses; front.json is then written with this choice. The saved model is
+    that section or budget chooses. The saved model is
     loaded again and must give the same logits as the base model under the mask.
 
     Raises UserError when the base model is missing, damaged or unsupported, or the mask is for
@@ -62,14 +59,15 @@ def run(
 
     device = config.runtime.place("cuda" if torch.cuda.is_available() else "cpu")
     section = config.section
-    mask_path, front = inputs["search"] / HEAD_MASK, None
+    mask_path, point = inputs["search"] / HEAD_MASK, None
     base = _load_base(config, device)
     check_family(base.config)
     if exists(inputs["search"] / FRONT):
         mask_path = inputs["search"] / FRONT
-        front = _with_choice(config, base, Front.load(mask_path))
-        front.save(work_dir / FRONT)
-        mask_file = _chosen_mask(front)
+        front = Front.load(mask_path)
+        point = _point(config, base, front)
+        chosen = front.points[point]
+        mask_file = HeadMaskFile(chosen.mask, config.model.path, "front", chosen.score, config.seed)
     else:
         mask_file = HeadMaskFile.load(mask_path)
     try:
@@ -78,23 +76,20 @@ def run(
         raise UserError(f"{mask_path}: {error}") from error
     share = mask_file.mask.swa_ratio
     logger.info("materialising %s with a share of %.4g sliding", config.model.path, share)
-    summary = _memory(base, mask_file) | _budgeted_bytes(config, base, mask_file, front)
-    if front is not None:
-        summary["point"] = front.chosen
-    tokens = _probe(base, mask_file.windows[0], config.seed)
+    context = None if point is None else front.context
+    summary = _memory(base, mask_file.mask) | _budgeted_bytes(config, base, mask_file.mask, context)
+    summary["point"] = point
+    tokens = _probe(base, mask_file.mask, config.seed)
     in_float32 = summary["parameters"] <= FLOAT32_PARAMETERS
-    expected = _searched_logits(base, mask_file.mask, mask_file.windows, tokens, in_float32)
+    expected = _searched_logits(base, mask_file.mask, tokens, in_float32)
     if in_float32:  # `_logits` has converted the model to float32
         del base
         base = _load_base(config, device)
-    hybrid = materialize(base, mask_file.mask, mask_file.windows, take_weights=True)
+    hybrid = materialize(base, mask_file.mask, take_weights=True)
     del base
     target = work_dir / MODEL
     _save(hybrid, target, config)
-    if front is None:
-        shutil.copyfile(mask_path, target / HEAD_MASK)
-    else:
-        mask_file.save(target / HEAD_MASK)
+    mask_file.save(target / HEAD_MASK)
     layers = decoder_layers(hybrid.config).full
     card = model_card(mask_file, config.model, summary, layers, base_licence(config.model))
     (target / "README.md").write_text(card, encoding="utf-8")
@@ -111,10 +106,9 @@ def _load_base(config: StageConfig[MaterializeConfig], device: str) -> Any:
     return load_model(config.model.path, device=device, **options)
 
 
-def _with_choice(config: StageConfig[MaterializeConfig], base: Any, front: Front) -> Front:
-    """The front with the chosen point."""
-    if (len(front.points[0].layout), front.num_key_value_heads) != mask_shape(base.config):
-        raise UserError(f"{FRONT}: the front is another model's; search again")
+def _point(config: StageConfig[MaterializeConfig], base: Any, front: Front) -> int:
+    """The index of the point that section or budget chooses."""
+    check_mask(base.config, front.points[0].mask)
     search = config.upstream_section(SearchConfig)
     cache = search.request_cache(decoder_layers(base.config), config.model.dtype, front.context)
     if (number := config.section.point) is None:
@@ -125,56 +119,41 @@ def _with_choice(config: StageConfig[MaterializeConfig], base: Any, front: Front
         raise UserError(
             f"materialize.point: there is no point {number} in a front of {len(front.points)}"
         )
-    front = replace(front, chosen=index)
-    assert front.chosen is not None
-    point = front.points[front.chosen]
+    point = front.points[index]
     logger.info(
-        "point %d of %d of the front: %s full KV heads, score %.4f; %s",
-        front.chosen + 1, len(front.points), point.full_kv_heads, point.score,
-        cache.text(cache.bytes_of(front.mask(front.chosen).heads_per_layer(front.windows))),
+        "point %d of %d of the front: %d KV heads slide, score %.4f; %s",
+        index + 1, len(front.points), point.mask.num_sliding, point.score,
+        cache.text(cache.bytes_of(point.mask)),
     )  # fmt: skip
-    return front
-
-
-def _chosen_mask(front: Front) -> HeadMaskFile:
-    """The head mask of the chosen point, with its ratio."""
-    assert front.chosen is not None
-    mask = front.mask(front.chosen)
-    return HeadMaskFile.of(
-        mask, front.windows, model=front.model, method="front", swa_ratio=mask.swa_ratio,
-        score=front.points[front.chosen].score, seed=front.seed,
-    )  # fmt: skip
+    return index
 
 
 def _budgeted_bytes(
-    config: StageConfig[MaterializeConfig], base: Any, file: HeadMaskFile, front: Front | None
+    config: StageConfig[MaterializeConfig], base: Any, mask: HeadMask, context: int | None
 ) -> dict[str, Any]:
-    """The mask's cache bytes at the budget's context, or the front's; empty without both."""
+    """The mask's cache bytes at the budget's context, or a front's; empty without both."""
     search = next(
         (section for section in config.upstream.values() if isinstance(section, SearchConfig)), None
     )
-    if search is None or (front is None and search.budget is None):
+    if search is None or (context is None and search.budget is None):
         return {}
-    context = 1 if front is None else front.context
-    cache = search.request_cache(decoder_layers(base.config), config.model.dtype, context)
+    cache = search.request_cache(decoder_layers(base.config), config.model.dtype, context or 1)
     budget = {
         "tokens": cache.tokens,
-        "bytes": cache.bytes_of(file.mask.heads_per_layer(file.windows)),
+        "bytes": cache.bytes_of(mask),
         "original": cache.original,
         "allowed": None if search.budget is None else cache.allowed_bytes,
     }
     return {"budget": budget}
 
 
-def _memory(base: Any, file: HeadMaskFile) -> dict[str, Any]:
-    """Parameters, heads of each window, and bytes of the key/value cache before and after."""
-    rows, layers = file.mask.heads_per_layer(file.windows), decoder_layers(base.config)
-    states = state_bytes(base)
-    size = CacheSize.of(rows, layers, base.dtype.itemsize, states)
+def _memory(base: Any, mask: HeadMask) -> dict[str, Any]:
+    """Parameters, the share of sliding heads, and bytes of the KV cache before and after."""
+    layers, states = decoder_layers(base.config), state_bytes(base)
+    size = CacheSize.of(mask.layers, layers, base.dtype.itemsize, states)
     return {
         "parameters": sum(p.numel() for p in base.parameters()),
-        "swa_ratio": file.mask.swa_ratio,
-        **head_counts(rows),
+        "swa_ratio": mask.swa_ratio,
         "kv_cache_bytes_per_token_before": size.original_per_token,
         "kv_cache_bytes_per_token_after": size.per_token,
         "sliding_bytes_constant": size.sliding_bytes,
@@ -183,21 +162,20 @@ def _memory(base: Any, file: HeadMaskFile) -> dict[str, Any]:
     }
 
 
-def _probe(base: Any, window: Window, seed: int) -> Tensor:
+def _probe(base: Any, mask: HeadMask, seed: int) -> Tensor:
     """Random tokens [2, T], longer than window and sinks, so that a wrong window is noticed."""
     import torch
 
     text = text_config(base.config)
     limit = max_positions(base.config) or 4096
-    length = min(window.size + max(_PROBE_MARGIN, 2 * window.sinks), limit)
+    widest = max((window.size for window in mask.menu), default=0)
+    length = min(widest + max(_PROBE_MARGIN, 2 * mask.sinks), limit)
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(text.vocab_size, (2, length), generator=generator)
 
 
-def _searched_logits(
-    base: Any, mask: HeadMask, windows: Windows, tokens: Tensor, in_float32: bool
-) -> Tensor:
-    with head_mask(base, mask, windows):
+def _searched_logits(base: Any, mask: HeadMask, tokens: Tensor, in_float32: bool) -> Tensor:
+    with head_mask(base, mask):
         return _logits(base, tokens, in_float32)
 
 

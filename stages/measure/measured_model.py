@@ -6,24 +6,22 @@ first, so that slices, kernels and cache are those of a materialised hybrid.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from transformers import DynamicCache
 
 from bosch.attention import HeadLayout
 from bosch.backends import BACKENDS, resolve_backend
-from bosch.budget import even_layout
+from bosch.budget import swa_budget
 from bosch.errors import RunError, UserError
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.model.cache import HybridCache
-from bosch.model.configuration import is_hybrid
+from bosch.model.configuration import hybrid_mask, is_hybrid
 from bosch.model.families import decoder_layers
-from bosch.model.head_table import head_counts, head_table, heads_by_window
 from bosch.model.interface import NAME, attention_modules, head_state
 from bosch.model.loading import auto_class, full_attention_config, load_config, load_model
 from bosch.model.search_mode import apply_head_mask, prepare_for_search
@@ -33,39 +31,22 @@ from stages.measure.stage import DEFAULT_RATIOS, DEFAULT_WINDOW, MeasureSettings
 
 
 class Variant(Section):
-    """One measured model: the original, or a hybrid with its ratio and window."""
+    """One measured model: the original, or a hybrid whose head mask has these windows and sinks."""
 
     kind: Literal["original", "hybrid"]
-    swa_ratio: float
-    window_size: int | None = None  # the widest of several
-    sinks: int | None = None
-    full_kv_heads_per_layer: tuple[int, ...]
-    # With several windows: their sizes, ascending, and the number of heads of each layer with each.
-    window_sizes: tuple[int, ...] | None = None
-    swa_kv_heads_per_layer: tuple[tuple[int, ...], ...] | None = None
+    windows: tuple[tuple[int, ...], ...]
+    sinks: int = 0
+
+    @property
+    def mask(self) -> HeadMask:
+        return HeadMask(self.windows, self.sinks)
 
     @property
     def name(self) -> str:
         """Name in tables and messages."""
         if self.kind == "original":
             return "original"
-        return f"ρ = {self.swa_ratio:.3g}, W = {windows_text(self.windows)}"
-
-    @property
-    def windows(self) -> list[Window]:
-        """The windows of sliding heads, the widest first; an original has none."""
-        sizes = self.window_sizes or ([] if self.window_size is None else [self.window_size])
-        return [Window(size, self.sinks or 0) for size in sizes[::-1]]
-
-    def kv_heads(self, heads: int) -> list[dict[Window | None, int]]:
-        """KV heads by window (None: full), a row for each layer; a layer has `heads` of them."""
-        sliding = self.swa_kv_heads_per_layer or [
-            [heads - full] if self.windows else [] for full in self.full_kv_heads_per_layer
-        ]
-        return [
-            {None: full, **dict(zip(self.windows, row[::-1], strict=True))}
-            for full, row in zip(self.full_kv_heads_per_layer, sliding, strict=True)
-        ]
+        return f"ρ = {self.mask.swa_ratio:.3g}, W = {windows_text(self.mask.menu)}"
 
 
 def planned_variants(config: Any, settings: MeasureSettings) -> list[Variant]:
@@ -78,60 +59,47 @@ def planned_variants(config: Any, settings: MeasureSettings) -> list[Variant]:
     kinds = decoder_layers(config)
     layers, heads = len(kinds.full), kinds.heads
     if is_hybrid(config):
-        hybrids = _own_layout(config, heads, settings)
+        masks = _own_masks(hybrid_mask(config), settings)
     else:
-        hybrids = [
-            _hybrid(even_layout(layers, heads, ratio), heads, window, settings.sinks)
+        masks = [
+            HeadMask.evenly(layers, heads, swa_budget(layers * heads, ratio), window)
             for ratio in settings.ratios or DEFAULT_RATIOS
-            for window in settings.windows or (DEFAULT_WINDOW,)
+            for window in _windows(settings.windows or (DEFAULT_WINDOW,), settings.sinks)
         ]
-    widest, shortest = max(hybrid.window_size or 0 for hybrid in hybrids), min(settings.lengths)
+    widest = max((w.size for mask in masks for w in mask.menu), default=0)
+    shortest = min(settings.lengths)
     if widest > shortest:
         raise UserError(
             f"--lengths: a sequence of {shortest:,} tokens is shorter than a window of {widest:,}; "
             "measure longer sequences, or smaller windows (--windows)"
         )
-    original = Variant(kind="original", swa_ratio=0.0, full_kv_heads_per_layer=(heads,) * layers)
+    original = Variant(kind="original", windows=HeadMask.all_full(layers, heads).windows)
+    hybrids = [Variant(kind="hybrid", windows=mask.windows, sinks=mask.sinks) for mask in masks]
     return list(dict.fromkeys([original, *hybrids]))
 
 
-def _own_layout(config: Any, heads: int, settings: MeasureSettings) -> list[Variant]:
-    """A hybrid model's layout, with each window of --windows if the layout has one window."""
+def _own_masks(mask: HeadMask, settings: MeasureSettings) -> list[HeadMask]:
+    """A hybrid model's mask, with each window of --windows if it has one window."""
     if settings.ratios is not None:
         raise UserError(
             "--ratios: the model is a hybrid and is measured with its own head mask; leave the "
             "option out or name the original model"
         )
-    table = head_counts(heads_by_window(config))
-    counts, sinks = tuple(table["full_kv_heads_per_layer"]), table["sinks"]
-    if "window_sizes" not in table:
-        sizes = settings.windows or (table["window_size"],)
-        return [_hybrid(counts, heads, size, sinks) for size in sizes]
-    if settings.windows is not None:
+    if settings.windows is None:
+        return [mask]
+    if len(mask.menu) > 1:
         raise UserError(
             "--windows: the model's heads have several windows and are measured with these; leave "
             "the option out"
         )
-    more_fields = {
-        "window_sizes": tuple(table["window_sizes"]),
-        "swa_kv_heads_per_layer": tuple(map(tuple, table["swa_kv_heads_per_layer"])),
-    }
-    widest = table["window_sizes"][-1]
-    return [_hybrid(counts, heads, widest, sinks).model_copy(update=more_fields)]
+    return [HeadMask.of(mask.is_full, w) for w in _windows(settings.windows, mask.sinks)]
 
 
-def _hybrid(counts: tuple[int, ...], heads: int, window_size: int, sinks: int) -> Variant:
+def _windows(sizes: Sequence[int], sinks: int) -> list[Window]:
     try:
-        Window(window_size, sinks)
+        return [Window(size, sinks) for size in sizes]
     except ValueError as error:
         raise UserError(f"--windows and --sinks: {error}") from None
-    return Variant(
-        kind="hybrid",
-        swa_ratio=1 - sum(counts) / (heads * len(counts)),
-        window_size=window_size,
-        sinks=sinks,
-        full_kv_heads_per_layer=counts,
-    )
 
 
 @dataclass(frozen=True)
@@ -171,18 +139,16 @@ def build_model(
         if is_hybrid(config):
             config = full_attention_config(config) if original is None else load_config(original)
         return _original(_load(original or path, config, settings), settings)
-    rows = variant.kv_heads(decoder_layers(config).heads)
+    mask = variant.mask
     if is_hybrid(config):
-        windows = [[w for w, count in row.items() for _ in range(count)] for row in rows]
-        config.hybrid_attention = head_table(windows)
+        config.hybrid_attention = mask.content
         model = _load(path, config, settings)
     else:
         model = _load(path, config, settings)
         prepare_for_search(model, settings.attention)
-        choices = [np.repeat(np.arange(len(row)), list(row.values())) for row in rows]
-        apply_head_mask(model, HeadMask.of_choices(choices), variant.windows)
+        apply_head_mask(model, mask)
     backend = resolve_backend(settings.attention)
-    _check_layouts(model, rows, backend)
+    _check_layouts(model, mask, backend)
     return MeasuredModel(model, partial(HybridCache.of, model), NAME, backend)
 
 
@@ -224,9 +190,9 @@ def _original(model: Any, settings: MeasureSettings) -> MeasuredModel:
     return MeasuredModel(model, new_cache, name, name)
 
 
-def _check_layouts(model: Any, rows: list[dict[Window | None, int]], backend: str) -> None:
+def _check_layouts(model: Any, mask: HeadMask, backend: str) -> None:
     """Raise RunError unless each layer has its row's heads by window, and the backend."""
-    for module, row in zip(attention_modules(model), rows, strict=True):
+    for module, row in zip(attention_modules(model), mask.layers, strict=True):
         state, expected = head_state(module), HeadLayout.deploy(row)
         if state is None or state.layout != expected or state.backend != backend:
             raise RunError(f"a layer computes {state} and not {expected} with {backend}")

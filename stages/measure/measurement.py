@@ -62,7 +62,7 @@ def measure(
     """
     config = _checked_model(model, original, settings)
     variants = planned_variants(config, settings)
-    if sinks := max(variant.sinks or 0 for variant in variants):
+    if sinks := max(variant.sinks for variant in variants):
         requests = {"sinks": f"the model has {sinks}"}
         check_backend(resolve_backend(settings.attention), requests, "--attention")
     try:

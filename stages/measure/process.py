@@ -60,7 +60,7 @@ def measure_run(request: dict[str, Any]) -> dict[str, Any]:
         figures = _figures(measured, ids, settings, meter)
     layers = decoder_layers(measured.model.config)
     size = CacheSize.of(
-        variant.kv_heads(layers.heads), layers,
+        variant.mask.layers, layers,
         getattr(torch, settings.dtype).itemsize, state_bytes(measured.model),
     )  # fmt: skip
     expected = rows * size.dynamic(length)

@@ -14,6 +14,7 @@ from typing import Any
 import altair as alt
 import numpy as np
 
+from bosch.masks import HeadMask
 from bosch.window import Window, windows_text
 from stages.formats import format_bytes, format_count, format_length
 from stages.measure.measured_model import Variant
@@ -37,14 +38,7 @@ def point_of(
     Tokens per second count all rows of the batch. `kv_cache_bytes_per_token` is the cache's bytes
     divided by the tokens of the prompt.
     """
-    excluded = {"kind"}
-    if variant.window_sizes is None:
-        excluded |= {"window_sizes", "swa_kv_heads_per_layer"}
-    point: dict[str, Any] = {
-        "model": variant.kind,
-        **variant.model_dump(mode="json", exclude=excluded),
-        "length": length,
-    }
+    point: dict[str, Any] = {"model": variant.kind, **variant.mask.content, "length": length}
     reason = next((run["out_of_memory"] for run in runs if "out_of_memory" in run), None)
     point |= {"out_of_memory": reason is not None, "out_of_memory_reason": reason}
     if reason is not None:
@@ -94,7 +88,7 @@ def results_table(points: Sequence[dict[str, Any]]) -> Table:
 def _row(point: dict[str, Any]) -> list[str]:
     row = [format_length(point["length"]), "original", ""]
     if point["model"] == "hybrid":
-        row[1:] = [f"{point['swa_ratio']:.3g}", _windows(point)]
+        row[1:] = [f"{_ratio(point):.3g}", _sizes(point)]
     if point["out_of_memory"]:
         return [*row, "out of memory"]
     speeds = ("prefill_tokens_per_second", "decode_tokens_per_second")
@@ -107,9 +101,21 @@ def _row(point: dict[str, Any]) -> list[str]:
 Point = dict[str, Any]
 
 
-def _windows(point: Point) -> str:
-    """The windows of a hybrid's heads, of which `window_size` is the widest."""
-    return windows_text([Window(n) for n in point.get("window_sizes") or [point["window_size"]]])
+def _mask(point: Point) -> HeadMask:
+    return HeadMask(point["windows"], point["sinks"])
+
+
+def _ratio(point: Point) -> float:
+    return _mask(point).swa_ratio
+
+
+def _sizes(point: Point) -> str:
+    return windows_text([Window(window.size) for window in _mask(point).menu])
+
+
+def _window(point: Point) -> int:
+    """The widest window of a hybrid."""
+    return max((window.size for window in _mask(point).menu), default=0)
 
 
 # Field of a point, title of its panel, and the value of one unit of the axis.
@@ -118,13 +124,14 @@ _PANELS = (
     ("decode_tokens_per_second", "decoding, tokens/s", 1.0),
     ("memory_p90_bytes", "memory, 90th percentile, GB", 1e9),
 )
-_LABELS: dict[str, Callable[[Point], str]] = {
-    "swa_ratio": lambda point: f"ρ = {point['swa_ratio']:.3g}",
-    "window_size": lambda point: f"W = {_windows(point)}",
+Quantity = Callable[[Point], float]
+_LABELS: dict[Quantity, Callable[[Point], str]] = {
+    _ratio: lambda point: f"ρ = {_ratio(point):.3g}",
+    _window: lambda point: f"W = {_sizes(point)}",
 }
-_FIGURES = {
-    "figure_5_ratios": ("window_size", "swa_ratio"),
-    "figure_6_windows": ("swa_ratio", "window_size"),
+_FIGURES: dict[str, tuple[Quantity, Quantity]] = {
+    "figure_5_ratios": (_window, _ratio),
+    "figure_6_windows": (_ratio, _window),
 }
 
 
@@ -139,11 +146,13 @@ def draw_figures(drawn: dict[str, list[Picture]], folder: Path) -> None:
         save_panels(pictures, *paths, columns=len(_PANELS))
 
 
-def _panels(points: Sequence[Point], name: str, panel: str, line: str) -> Iterator[Picture]:
-    for value in sorted({p[panel] for p in points if p["model"] == "hybrid"}):
-        members = [p for p in points if p["model"] == "original" or p[panel] == value]
+def _panels(
+    points: Sequence[Point], name: str, panel: Quantity, line: Quantity
+) -> Iterator[Picture]:
+    for value in sorted({panel(p) for p in points if p["model"] == "hybrid"}):
+        members = [p for p in points if p["model"] == "original" or panel(p) == value]
         labels = {"original": Style("original", dashed=True)}
-        hybrids = sorted((p for p in members if p["model"] == "hybrid"), key=lambda p: p[line])
+        hybrids = sorted((p for p in members if p["model"] == "hybrid"), key=line)
         labels |= styles(map(_LABELS[line], hybrids))
         for field, title, unit in _PANELS:
             heading = f"{title}, {_LABELS[panel](hybrids[0])}"
@@ -152,7 +161,7 @@ def _panels(points: Sequence[Point], name: str, panel: str, line: str) -> Iterat
 
 def _panel(
     points: Sequence[Point],
-    line: str,
+    line: Quantity,
     look: dict[str, Style],
     field: str,
     unit: float,

@@ -9,7 +9,6 @@ from typing import Any
 
 import altair as alt
 
-from bosch.window import Window
 from stages.evaluate.scores import HYBRID, ORIGINAL
 from stages.formats import format_bytes, format_count, format_length, format_score
 from stages.pages.charts import Axis, Picture, Style, colour, curves, layers, styles, values
@@ -113,7 +112,7 @@ def training_loss(steps: Sequence[TrainingStep], loss_in_words: str = "") -> Pic
 
 def memory_by_length(results: Results) -> Picture:
     """Bytes of one request's KV cache over its length, in `generate` and in vLLM."""
-    widest = max(window.size for window in results.main.search.windows)
+    widest = max((window.size for window in results.main.search.windows), default=1)
     longest = results.main.config.max_positions or 128 * 1024
     first = min(widest, longest // 2).bit_length() - 2
     lengths = [2**power for power in range(max(first, 0), longest.bit_length())]
@@ -140,14 +139,14 @@ def memory_by_length(results: Results) -> Picture:
 
 def head_mask(search: Search) -> Picture:
     """Layers (x) by KV heads (y), with a colour for full heads and for those of each window."""
-    mask, sliding = search.mask.mask, search.mask.mask.swa_kv_heads
-    kinds: dict[Window | None, str] = {None: "full"}
-    for window in search.windows:
-        kinds[window] = "sliding" if len(search.windows) == 1 else f"W = {window.size:,}"
+    mask = search.mask.mask
+    kinds = {0: "full"}
+    for window in mask.menu:
+        kinds[window.size] = "sliding" if len(mask.menu) == 1 else f"W = {window.size:,}"
     rows = [
         {"x": layer, "y": head, "series": kind, "tip": f"layer {layer}, KV head {head}: {kind}"}
-        for layer, row in enumerate(mask.windows_per_layer(search.mask.windows))
-        for head, kind in enumerate(kinds[window] for window in row)
+        for layer, row in enumerate(mask.windows)
+        for head, kind in enumerate(kinds[size] for size in row)
     ]
     x = alt.X("x:O", title="Layer", axis=alt.Axis(labelAngle=0), scale=alt.Scale(padding=0.08))
     look = styles(kinds.values(), {"full": Style("full"), "sliding": Style("sliding")})
@@ -155,6 +154,6 @@ def head_mask(search: Search) -> Picture:
         x=x, y=alt.Y("y:O", title="KV head", scale=alt.Scale(padding=0.08)),
         color=colour(look),
     )  # fmt: skip
-    text = ", ".join(f"{layer}: {len(heads)}" for layer, heads in enumerate(sliding))
+    text = ", ".join(f"{layer}: {sum(map(bool, row))}" for layer, row in enumerate(mask.windows))
     text = f"{search.sliding} of {search.total} KV heads slide. Sliding heads by layer: {text}."
-    return Picture("mask", cells.properties(height=24 * search.mask.num_key_value_heads), text)
+    return Picture("mask", cells.properties(height=24 * mask.shape[1]), text)

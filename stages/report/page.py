@@ -45,7 +45,7 @@ def page(results: Results, config: StageConfig[ReportConfig]) -> str:
         f"{search.mask.method}",
         verdict=verdict, sentences=more, notes=results.notes,
         decision=decide(results, config.section.margin), models=model_table(results),
-        path=front_picture(search.front) if search.front
+        path=front_picture(search.front, results.main.materialized.point) if search.front
         else trace(search.summary, search.mask.mask.key, "score"),
         curves=[one for one in charts.curves_of(results) if one],
         cache=charts.memory_by_length(results), lengths=length_table(results),
@@ -87,10 +87,10 @@ def summarize(results: Results, section: ReportConfig) -> dict[str, Any]:
         ],
         "swa_ratio": search.sliding / search.total,
         "window_sizes": [window.size for window in search.windows[::-1]],
-        "sinks": search.mask.sinks,
+        "sinks": search.mask.mask.sinks,
         "kv_cache_bytes": {str(length): main.caches(length)._asdict() for length in lengths},
         **({} if budget is None else {"budget": budget.model_dump()}),
-        **({} if search.front is None else {"point": search.front.chosen}),
+        **({} if search.front is None else {"point": main.materialized.point}),
         "stage_seconds": results.stage_seconds,
         "gpu_hours": results.gpu_hours,
         "cost": None if price is None

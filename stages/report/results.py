@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bosch.files import exists
-from bosch.front import Front
-from bosch.heads import HeadMaskFile
+from bosch.mask_files import Front, HeadMaskFile
 from bosch.model.cache_size import CacheSize, OwnWindow
 from bosch.model.stored_config import StoredConfig
 from bosch.vllm.plan import request_bytes
@@ -45,11 +44,9 @@ class Search:
     @classmethod
     def read(cls, searched: Path, materialized: Path) -> Search:
         """Read the published directories of the stages search and materialize."""
-        front, mask = None, searched / HEAD_MASK
-        if exists(materialized / FRONT):
-            front = Front.load(materialized / FRONT)
-            mask = materialized / MODEL / HEAD_MASK
-        return cls(HeadMaskFile.load(mask), SearchSummary.read(searched), front)
+        front = Front.load(searched / FRONT) if exists(searched / FRONT) else None
+        mask = HeadMaskFile.load(materialized / MODEL / HEAD_MASK)
+        return cls(mask, SearchSummary.read(searched), front)
 
     @property
     def sliding(self) -> int:
@@ -57,14 +54,13 @@ class Search:
 
     @property
     def windows(self) -> tuple[Window, ...]:
-        """The windows of sliding heads from the widest down; the menu if no head slides."""
-        menu, used = self.mask.windows, set(self.mask.mask.choices.flat)
-        return tuple(window for choice, window in enumerate(menu, 1) if choice in used) or menu
+        """The windows of sliding heads from the widest down."""
+        return self.mask.mask.menu
 
     @property
     def heads(self) -> dict[Window | None, int]:
         """KV heads of the whole model by window; None: full heads."""
-        rows = self.mask.mask.heads_per_layer(self.mask.windows)
+        rows = self.mask.mask.layers
         return {window: sum(row[window] for row in rows) for window in (None, *self.windows)}
 
     @property
@@ -75,7 +71,7 @@ class Search:
     @property
     def total(self) -> int:
         """Number of KV heads in the whole model (N)."""
-        return self.mask.num_layers * self.mask.num_key_value_heads
+        return int(self.mask.mask.is_full.size)
 
 
 class Caches(NamedTuple):
@@ -158,7 +154,7 @@ class Branch:
 
     def caches(self, tokens: int) -> Caches:
         """The caches of one request of `tokens` tokens."""
-        rows = self.search.mask.mask.heads_per_layer(self.search.mask.windows)
+        rows = self.search.mask.mask.layers
         kinds = self.config.kinds
         full: list[dict[Window | None, int]] = [{None: sum(row.values())} for row in rows]
         itemsize = self.cache.bytes_per_head // (2 * kinds.head_dim)

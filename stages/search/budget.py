@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -11,8 +12,9 @@ from typing import Annotated, ClassVar, Self
 
 from pydantic import BeforeValidator, model_validator
 
-from bosch.budget import LayerHeads, even_counts, swa_budget
+from bosch.budget import swa_budget
 from bosch.errors import UserError
+from bosch.masks import HeadMask
 from bosch.model.cache_size import CacheSize
 from bosch.model.families import DecoderLayers
 from bosch.window import Window, named_share
@@ -89,8 +91,7 @@ class Budget(fields.Section):
 class RequestCache:
     """The KV cache of one request of `tokens` tokens in transformers' generate; needs no torch.
 
-    `rows` are the heads by window of each layer with full attention in the base model. Layers that
-    slide in the base model are counted, states of fixed size are not.
+    Layers that slide in the base model are counted, states of fixed size are not.
     """
 
     budget: Budget | None
@@ -101,11 +102,11 @@ class RequestCache:
     @cached_property
     def original(self) -> int:
         """Bytes of the original model's cache."""
-        return self.bytes_of([{None: self.kinds.heads}] * len(self.kinds.full))
+        return self.bytes_of(HeadMask.all_full(len(self.kinds.full), self.kinds.heads))
 
-    def bytes_of(self, rows: Sequence[LayerHeads]) -> int:
+    def bytes_of(self, mask: HeadMask) -> int:
         """Bytes of a hybrid's cache."""
-        size = CacheSize.of(rows, self.kinds, BYTES[self.dtype], state_bytes=0)
+        size = CacheSize.of(mask.layers, self.kinds, BYTES[self.dtype], state_bytes=0)
         return size.dynamic(self.tokens)
 
     @property
@@ -118,17 +119,19 @@ class RequestCache:
             return math.floor(share * self.original)
         return int(self.budget.amount)
 
-    def with_sliding(self, sliding: int, window: Window) -> list[LayerHeads]:
-        """The heads of a mask with `sliding` sliding heads, spread evenly over the layers."""
-        heads = self.kinds.heads
-        counts = even_counts(len(self.kinds.full), heads, sliding)
-        return [{None: full, window: heads - full} for full in counts]
+    def with_sliding(self, sliding: int, window: Window) -> HeadMask:
+        """A mask with `sliding` sliding heads, spread evenly over the layers."""
+        return HeadMask.evenly(len(self.kinds.full), self.kinds.heads, sliding, window)
 
     def fewest_sliding(self, window: Window, most_bytes: int, granularity: int) -> int | None:
         """The fewest sliding heads within `most_bytes`, a multiple of `granularity`; or None."""
         units = range(0, len(self.kinds.full) * self.kinds.heads + 1, granularity)
-        fits = (n for n in units if self.bytes_of(self.with_sliding(n, window)) <= most_bytes)
-        return next(fits, None)
+
+        def fits(sliding: int) -> bool:
+            return self.bytes_of(self.with_sliding(sliding, window)) <= most_bytes
+
+        index = bisect_left(units, True, key=fits)
+        return units[index] if index < len(units) else None
 
     def text(self, size: int) -> str:
         """`size` bytes as text, with their share of the original's."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import altair as alt
 
-from bosch.front import Front
+from bosch.mask_files import Front
 from bosch.search.trace import TracePoint, subproblem_key
 from stages.formats import format_bytes
 from stages.pages.charts import (
@@ -85,22 +85,22 @@ def trace(summary: SearchSummary, mask: str, quantity: str) -> Picture | None:
     return Picture(name, chart, text, f"{heading} over evaluations")
 
 
-def front_picture(front: Front) -> Picture:
+def front_picture(front: Front, chosen: int | None = None) -> Picture:
     """Score of each point over its KV cache, held-out if measured, with one-sided 95 % limits."""
     rows: list[dict[str, Any]] = []
     for index, point in enumerate(front.points):
-        is_held_out = point.held_out_score is not None
-        score = point.held_out_score if is_held_out else point.score
+        held_out = point.held_out
+        score = point.score if held_out is None else held_out.score
         series = "front"
-        if index == len(front.points) - 1 and not front.mask(index).num_sliding:
+        if index == len(front.points) - 1 and not point.mask.num_sliding:
             series = "original"
-        if index == front.chosen:
+        if index == chosen:
             series = "chosen"
-        limits = {"low": point.held_out_low, "high": point.held_out_high} if is_held_out else {}
+        limits = {} if held_out is None else {"low": held_out.low, "high": held_out.high}
         share = point.kv_slots / front.points[-1].kv_slots
         tip = (
             f"{format_bytes(point.bytes or 0)}, {share:.1%} of the original's KV slots, "
-            f"{point.full_kv_heads} full KV heads: score {score:.4g}"
+            f"{int(point.mask.is_full.sum())} full KV heads: score {score:.4g}"
         )
         row = {"series": series, "x": point.bytes, "y": score, "tip": tip, "number": index + 1}
         rows.append(row | limits)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bosch.errors import UserError
-from bosch.front import Front
+from bosch.mask_files import Front
 from bosch.search.allotment import spaced_slots
 from stages.formats import format_bytes
 from stages.search.budget import RequestCache
@@ -19,12 +19,12 @@ def point_slots(section: SearchConfig, cache: RequestCache) -> tuple[int, ...]:
 
 
 def chosen_point(front: Front, search: SearchConfig, cache: RequestCache) -> int:
-    """The index of the point within the budget with the best score, then log-likelihood.
+    """The index of the point within the budget with the best score, the smallest of equal ones.
 
     Raises UserError if there is none.
     """
-    masks = [front.mask(index) for index in range(len(front.points))]
-    sizes = [cache.bytes_of(mask.heads_per_layer(front.windows)) for mask in masks]
+    masks = [point.mask for point in front.points]
+    sizes = [cache.bytes_of(mask) for mask in masks]
     if search.swa_ratio is None:
         fitting = [index for index, size in enumerate(sizes) if size <= cache.allowed_bytes]
     else:
@@ -36,5 +36,4 @@ def chosen_point(front: Front, search: SearchConfig, cache: RequestCache) -> int
             f"search.{field}: the smallest point of the front holds {cache.text(min(sizes))}, "
             f"more than the {format_bytes(cache.allowed_bytes)} that are allowed"
         )
-    points = front.points
-    return max(fitting, key=lambda i: (points[i].score, points[i].log_likelihood, -i))
+    return max(fitting, key=lambda index: (front.points[index].score, -index))

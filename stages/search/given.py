@@ -27,7 +27,7 @@ def mask_faults(loaded: LoadedRecipe) -> Iterator[Fault]:
         settings = search.settings(loaded.recipe.seed, search.ratio_for(kinds, dtype))
         mask = given_mask(shape, settings)
         cache = search.request_cache(kinds, dtype, 1)
-        size = cache.bytes_of(mask.heads_per_layer(search.menu))
+        size = cache.bytes_of(mask)
         if cache.budget is not None and size > cache.allowed_bytes:
             raise UserError(
                 f"allows {format_bytes(cache.allowed_bytes)}, and {search.mask} holds "

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from bosch.errors import RunError
 from bosch.files import remove
-from bosch.heads import HeadMask, HeadMaskFile
+from bosch.mask_files import HeadMaskFile
+from bosch.masks import HeadMask
 from bosch.search.evaluator import Evaluator
-from bosch.search.methods import METHODS
 from stages.context import StageConfig
 from stages.published import TENSORBOARD
 from stages.search.stage import SearchConfig
@@ -18,20 +18,7 @@ BEST = "best_so_far.json"
 
 def mask_file(config: StageConfig[SearchConfig], mask: HeadMask, score: float) -> HeadMaskFile:
     """The head mask file of `mask`, with the settings of its search."""
-    section = config.section
-    ratio = section.swa_ratio
-    # With several windows the method chooses how many heads stay full.
-    if ratio is None or len(section.menu) > 1 or METHODS[section.method].finds_front:
-        ratio = mask.swa_ratio
-    return HeadMaskFile.of(
-        mask,
-        section.menu,
-        model=config.model.path,
-        method=section.method,
-        swa_ratio=ratio,
-        score=score,
-        seed=config.seed,
-    )
+    return HeadMaskFile(mask, config.model.path, config.section.method, score, config.seed)
 
 
 class LiveView:

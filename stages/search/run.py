@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from bosch.errors import LostRankError
-from bosch.front import Front
-from bosch.heads import HeadMaskFile
+from bosch.mask_files import Front, HeadMaskFile
 from bosch.model.families import decoder_layers
 from bosch.model.loading import load_model
 from bosch.model.materialize import check_hybrid
@@ -158,14 +157,13 @@ def _write_results(
     published = SearchSummary.check(summary, "summary")
     published.write(work_dir)
     if result.front is None:
-        file = mask_file(config, result.mask, result.evaluation.score)
-        file.save(work_dir / HEAD_MASK)
+        mask_file(config, result.mask, result.evaluation.score).save(work_dir / HEAD_MASK)
         if cache.budget is not None:
-            size = cache.bytes_of(file.mask.heads_per_layer(file.windows))
+            size = cache.bytes_of(result.mask)
             allowed = format_bytes(cache.allowed_bytes)
             logger.info("the mask holds %s, search.budget allows %s", cache.text(size), allowed)
     else:
-        _write_front(work_dir, config, result.front, cache)
+        _write_front(work_dir, result.front, cache)
     write_traces(published, result.mask.key, work_dir)
     (work_dir / BEST).unlink(missing_ok=True)
     logger.info(
@@ -176,12 +174,10 @@ def _write_results(
     )  # fmt: skip
 
 
-def _write_front(
-    work_dir: Path, config: StageConfig[SearchConfig], front: Front, cache: RequestCache
-) -> None:
+def _write_front(work_dir: Path, front: Front, cache: RequestCache) -> None:
     """Write front.json with bytes; materialize chooses the point."""
-    front = replace(front, model=config.model.path, seed=config.seed, chosen=None)
-    front = front.priced(lambda mask: cache.bytes_of(mask.heads_per_layer(front.windows)))
+    points = (replace(point, bytes=cache.bytes_of(point.mask)) for point in front.points)
+    front = Front(front.context, tuple(points))
     front.save(work_dir / FRONT)
     write_front(front, work_dir)
     logger.info("a front of %d points at %d tokens", len(front.points), front.context)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
@@ -11,14 +10,16 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from bosch.backends import lacking
-from bosch.budget import LayerHeads, check_granularity, even_layout
+from bosch.budget import LayerHeads, check_granularity, swa_budget
 from bosch.errors import UserError
+from bosch.mask_files import HeadMaskFile
+from bosch.masks import HeadMask
 from bosch.model.families import DecoderLayers
 from bosch.search.loss import Anchors
 from bosch.search.methods import METHODS, MethodName
 from bosch.search.settings import SearchSettings, SolverName
 from bosch.search.trace import TracePoint
-from bosch.window import MAX_WINDOWS, Window, named_share, rising_menu
+from bosch.window import Window, named_share
 from stages.evaluate.stage import EvaluateConfig
 from stages.faults import Fault, collected
 from stages.fields import MOST, Count, Flag, Number, PathText, Ratio, Section, rising
@@ -58,7 +59,6 @@ class SearchConfig(Section):
     windows: Annotated[list[Count], AfterValidator(rising)] | None = Field(
         None,
         min_length=1,
-        max_length=MAX_WINDOWS,
         description=(
             "In place of window_size the windows that sliding heads may have, from the smallest "
             "up, like [128, 512, 2k]; for methods "
@@ -163,10 +163,8 @@ class SearchConfig(Section):
     @property
     def menu(self) -> tuple[Window, ...]:
         """The windows that sliding heads may have, the widest first; raises ValueError."""
-        if self.windows is not None:
-            return rising_menu(self.windows, self.sinks)
-        assert self.window_size is not None
-        return (Window(self.window_size, self.sinks),)
+        sizes = [self.window_size] if self.windows is None else self.windows[::-1]
+        return tuple(Window(size, self.sinks) for size in sizes if size is not None)
 
     @property
     def menu_field(self) -> str:
@@ -193,34 +191,30 @@ class SearchConfig(Section):
         if self.swa_ratio is not None:
             return self.swa_ratio
         if self.method == "given":
-            rows = self._given_rows(kinds)
-            return 1 - sum(row[None] for row in rows) / (len(rows) * kinds.heads)
+            return self._given_mask(kinds).swa_ratio
         cache = self.request_cache(kinds, dtype, 1)
         return sliding_ratio(cache, self.menu[-1], self.head_granularity)
 
-    def kv_heads(self, kinds: DecoderLayers, dtype: str) -> list[LayerHeads]:
+    def kv_heads(self, kinds: DecoderLayers, dtype: str) -> Sequence[LayerHeads]:
         """KV heads of each layer by window: of the given mask, else spread evenly.
 
         With several windows the smallest is used for all. Raises UserError if the mask's file is
         invalid or for another model, or if no mask fits the budget.
         """
         if self.method == "given":
-            return self._given_rows(kinds)
+            return self._given_mask(kinds).layers
         layers, heads = len(kinds.full), kinds.heads
-        counts = even_layout(layers, heads, self.ratio_for(kinds, dtype))
-        return [{None: full, self.menu[-1]: heads - full} for full in counts]
+        sliding = swa_budget(layers * heads, self.ratio_for(kinds, dtype))
+        return HeadMask.evenly(layers, heads, sliding, self.menu[-1]).layers
 
-    def _given_rows(self, kinds: DecoderLayers) -> list[LayerHeads]:
-        # Imported by name, since it loads numpy, which other methods' recipes do not need.
-        load = importlib.import_module("bosch.heads").HeadMaskFile.load
-        file = load(str(self.mask))
-        rows: list[LayerHeads] = file.mask.heads_per_layer(file.windows)
-        layers, heads = len(kinds.full), kinds.heads
-        if len(rows) != layers or any(sum(row.values()) != heads for row in rows):
+    def _given_mask(self, kinds: DecoderLayers) -> HeadMask:
+        mask, shape = HeadMaskFile.load(str(self.mask)).mask, (len(kinds.full), kinds.heads)
+        if mask.shape != shape:
             raise UserError(
-                f"{self.mask} is no mask for {layers} layers of {heads} KV heads", "search.mask"
+                f"{self.mask} is no mask for {shape[0]} layers of {shape[1]} KV heads",
+                "search.mask",
             )
-        return rows
+        return mask
 
 
 HEAD_MASK = "head_mask.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from bosch.budget import LayerHeads, window_shares
 from bosch.errors import UserError
@@ -98,7 +99,7 @@ def _recomputed_flops(
     return forward - 2.0 * shape.table * tokens
 
 
-def _score_flops(loaded: LoadedRecipe, layers: list[LayerHeads], processes: int) -> float:
+def _score_flops(loaded: LoadedRecipe, layers: Sequence[LayerHeads], processes: int) -> float:
     """Operations of the needles and held-out losses during training."""
     runtime, prepare = loaded.recipe.runtime, loaded.recipe[PrepareConfig]
     groups, flops = max(1, processes // runtime.context_parallel), 0.0

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bosch.masks import HeadMask
 from bosch.model.families import decoder_layers
-from bosch.model.head_table import head_table
 from bosch.model.loading import load_config, load_model
 from bosch.objective.answers import scaled_logits
 from stages.context import ModelConfig, Runtime
@@ -39,7 +39,7 @@ def load_teacher(
     """
     config = load_config(str(model_dir), trust_remote_code=model.trust_remote_code)
     kinds = decoder_layers(config)
-    config.hybrid_attention = head_table([[None] * kinds.heads for _ in kinds.full])
+    config.hybrid_attention = HeadMask.all_full(len(kinds.full), kinds.heads).content
     teacher = load_model(
         model_dir,
         dtype=torch.bfloat16 if train.mixed_precision == "bf16" else torch.float32,

@@ -18,7 +18,7 @@ from bosch.budget import window_shares
 from bosch.files import is_folder, remove
 from bosch.hardware import device_named
 from bosch.journal import Journal
-from bosch.model.head_table import heads_by_window
+from bosch.model.configuration import hybrid_mask
 from bosch.objective.decoder_shape import DecoderShape
 from stages.formats import format_seconds
 from stages.published import TENSORBOARD
@@ -174,7 +174,7 @@ def step_flops(config: Any, schedule: Schedule, train: TrainConfig) -> float:
     extra = -unneeded_flops(shape, train, tokens)
     if train.teacher != "none":
         extra += shape.forward_flops(tokens, length)
-    return shape.training_flops(tokens, length, window_shares(heads_by_window(config))) + extra
+    return shape.training_flops(tokens, length, window_shares(hybrid_mask(config).layers)) + extra
 
 
 def peak_flops(processes: int) -> float | None:

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 
 from bosch.errors import LostRankError, RunError, StoppedError
 from bosch.files import file_hashes, remove
-from bosch.model.head_table import heads_by_window
+from bosch.model.configuration import hybrid_mask
 from bosch.model.loading import load_config
 from bosch.objective.decoder_shape import DecoderShape
 from bosch.ranks import limit_collectives, partners_alive
@@ -119,7 +119,7 @@ def build_loop(
     accelerator = parallel.make_accelerator(train, config.runtime, schedule, shape.hidden)
     memory = TrainingJob(
         shape, train, config.runtime, schedule.sequence_length,
-        heads_by_window(model_config), world_size(),
+        hybrid_mask(model_config).layers, world_size(),
         torch.cuda.is_available(), parallel.least_memory(accelerator.device),
     ).memory()  # fmt: skip
     runtime = config.runtime.model_copy(update={"checkpointing": memory.checkpointing})

@@ -151,7 +151,7 @@ def test_split_attention_equals_that_of_one_process() -> None:
 def compare_models(family: str, shared: ContextParallel) -> None:
     """One row has two documents, each with its own sinks."""
     base = small_model(family)
-    hybrid = materialize(base, mask_of(base.config), Window(5, 2)).eval()
+    hybrid = materialize(base, mask_of(base.config, Window(5, 2))).eval()
     hybrid.requires_grad_()
     ids, labels = tokens(2, LENGTH), tokens(2, LENGTH, seed=1)
     positions = torch.arange(LENGTH).repeat(2, 1)
@@ -182,7 +182,7 @@ def compare_models(family: str, shared: ContextParallel) -> None:
 def score_needles(shared: ContextParallel) -> None:
     """Samples of unequal lengths, half of them answered: every rank gets the same score."""
     base = small_model("qwen3")
-    hybrid = materialize(base, mask_of(base.config), Window(5, 2))
+    hybrid = materialize(base, mask_of(base.config, Window(5, 2)))
     samples = []
     for number in range(4):
         ids = tokens(1, 13 + 3 * number, seed=number)[0].tolist()
@@ -199,7 +199,7 @@ def score_needles(shared: ContextParallel) -> None:
 def refuse_models(shared: ContextParallel) -> None:
     """One whose layer computes attention in a chunk alone, and one that cannot be split."""
     base = small_model("qwen3")
-    hybrid = materialize(base, mask_of(base.config), Window(5, 2))
+    hybrid = materialize(base, mask_of(base.config, Window(5, 2)))
     shared.install(hybrid)
     layer = attention_modules(hybrid)[1]
     set_head_state(layer, replace(required_state(layer), attend=None))

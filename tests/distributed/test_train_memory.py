@@ -16,9 +16,8 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.model.materialize import materialize
-from bosch.window import Window
 from stages.measure.process import memory_meter
 from stages.train import run
 from stages.train.loop import Loop
@@ -140,8 +139,8 @@ def large_case(case: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     base = Qwen3ForCausalLM(config).to(torch.bfloat16)
     folder = tmp_path_factory.mktemp("large")
-    mask = HeadMask.from_swa_kv_heads([[0]] * 8, config.num_key_value_heads)
-    materialize(base, mask, Window(6)).save_pretrained(folder / "materialize" / "model")
+    mask = HeadMask(((6, 0, 0, 0),) * 8)
+    materialize(base, mask).save_pretrained(folder / "materialize" / "model")
     (folder / "prepare").symlink_to(case / "prepare")
     return folder
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from bosch.errors import LostRankError, RunError
-from bosch.heads import HeadMask, HeadMaskFile
+from bosch.mask_files import HeadMaskFile
+from bosch.masks import HeadMask
 from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
-from bosch.window import Window
 from data_prep.documents.calibration import CalibrationNeedles
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.evaluate import models, suite
@@ -59,10 +59,10 @@ def stages(tmp_path_factory):
         final_loss=1.0, tokens=1000, steps=2, seconds=1.0, processes=1, sharding="none",
         checkpoints={"tokens-900": 1, "tokens-1000": 2},
     ).write(folder / "train")  # fmt: skip
-    mask = HeadMask.from_swa_kv_heads([[0, 1], [1]], 2)
-    hybrid = materialize(load_model(model, dtype="float32"), mask, Window(32, 1))
+    mask = HeadMask(((32, 32), (0, 32)), 1)
+    hybrid = materialize(load_model(model, dtype="float32"), mask)
     hybrid.save_pretrained(folder / "materialize" / "model")
-    file = HeadMaskFile.of(mask, Window(32, 1), model="model", method="bosch", swa_ratio=0.75)
+    file = HeadMaskFile(mask, "model", "bosch")
     file.save(folder / "materialize" / "model" / "head_mask.json")
     (folder / "original").mkdir()
     original.run(_config(SECTION, model), {}, folder / "original")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import bosch.model.materialize
 from bosch.errors import RunError, UserError
-from bosch.front import Front
-from bosch.heads import HeadMask, HeadMaskFile
+from bosch.mask_files import Front, HeadMaskFile
+from bosch.masks import HeadMask
 from bosch.model.cache import held_bytes
 from bosch.model.loading import load_model
 from bosch.model.search_mode import apply_head_mask
@@ -39,8 +38,8 @@ NUMBERS = dict.fromkeys(
 
 
 def _mask(layers: int = 2) -> HeadMaskFile:
-    mask = HeadMask.from_swa_kv_heads([[0], [0, 1], []][:layers], 2)
-    return HeadMaskFile.of(mask, Window(WINDOW, 2), model="tiny", method="bosch", swa_ratio=0.75)
+    mask = HeadMask(((WINDOW, 0), (WINDOW, WINDOW), (0, 0))[:layers], 2)
+    return HeadMaskFile(mask, "tiny", "bosch")
 
 
 @pytest.fixture
@@ -53,7 +52,7 @@ def _budget_of(front: Front, index: int) -> dict[str, Any]:
     share = front.points[index].kv_slots / (4 * front.context)
     budget = {"kv_cache": f"{share + 1e-3:.4f} @ {front.context}"}
     prepare = {"train_tokens": 128, "sources": [{"name": "library", "kind": "python_docs"}]}
-    search = SearchConfig(method="front", windows=list(front.window_sizes), sinks=2, budget=budget)
+    search = SearchConfig(method="front", windows=[8, WINDOW], sinks=2, budget=budget)
     return {"search": search, "prepare": PrepareConfig(**prepare)}
 
 
@@ -86,7 +85,7 @@ def test_the_stage_writes_a_model_that_anyone_can_load(
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.dtype == getattr(torch, dtype)
     original = load_model(base, dtype=dtype)
-    apply_head_mask(original, _mask().mask, Window(WINDOW, 2))
+    apply_head_mask(original, _mask().mask)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer("import the module " * 12, return_tensors="pt")
     with torch.inference_mode():
@@ -129,12 +128,8 @@ def test_the_directory_carries_its_code_and_its_card(base: Path, tmp_path: Path)
 
 
 def test_the_card_names_several_windows_and_the_base_on_the_hub() -> None:
-    mask, windows = HeadMask.of_choices([[0, 1], [2, 1]]), (Window(20), Window(8))
-    file = HeadMaskFile.of(
-        mask, windows, model="m", method="given", swa_ratio=0.7, score=0.8125, seed=4
-    )  # fmt: skip
+    file = HeadMaskFile(HeadMask(((0, 20), (8, 20))), "m", "given", score=0.8125, seed=4)
     card = model_card(file, ModelConfig(path="org/model"), NUMBERS, [0, 1], {"license": "mit"})
-    # The share of sliding heads in the mask, not the requested one.
     assert "a share of 0.75 sees" in card
     assert "| windows | 20 or 8 tokens" in card and "1 a window of 20, 2 a window of 8" in card
     assert "0  ■ 1\n1  2 1\n" in card and "first, then those of each window" in card
@@ -174,23 +169,21 @@ def test_a_base_card_without_licence_is_accepted(readme: bytes | None, tmp_path:
 def test_a_point_of_a_front_becomes_a_model(base: Path, tmp_path: Path, number: int | None) -> None:
     """That of the budget, or the one that the section names."""
     index = 2 if number is None else number - 1
-    front = nested_front(2, 2, [Window(WINDOW, 2), Window(8, 2)], context=100, chosen=index)
+    front = nested_front(2, 2, [Window(WINDOW, 2), Window(8, 2)], context=100)
     (tmp_path / "search").mkdir()
-    replace(front, chosen=None).save(tmp_path / "search" / "front.json")
+    front.save(tmp_path / "search" / "front.json")
     summary = _run(base, tmp_path, upstream=_budget_of(front, 2), point=number)
     assert summary["check"]["largest_difference"] < 1e-4 and summary["point"] == index
     folder = tmp_path / "work" / "model"
     original, model = (load_model(path, dtype="float32") for path in (base, folder))
     ids = torch.arange(3, 103)[None]
-    apply_head_mask(original, front.mask(index), front.windows)
+    mask = front.points[index].mask
+    apply_head_mask(original, mask)
     with torch.inference_mode():
         logits = model(ids).logits
         torch.testing.assert_close(logits, original(ids).logits, rtol=2e-2, atol=1e-5)
-    assert Front.load(tmp_path / "work/front.json") == front
-    file = HeadMaskFile.load(folder / "head_mask.json")
-    mask = front.mask(index)
-    assert (file.mask, file.swa_ratio) == (mask, mask.swa_ratio)
-    assert (file.method, file.score, file.seed) == ("front", front.points[index].score, front.seed)
+    expected = HeadMaskFile(mask, str(base), "front", front.points[index].score, 3)
+    assert HeadMaskFile.load(folder / "head_mask.json") == expected
 
 
 def test_a_point_beyond_the_front_is_refused(base: Path, tmp_path: Path) -> None:
@@ -268,10 +261,7 @@ def test_a_model_whose_logits_differ_is_refused(
         yield from model.state_dict().items()  # the layout says permuted, the weights are not
 
     monkeypatch.setattr(bosch.model.materialize, "permute_heads", unpermuted)
-    mask = HeadMaskFile.of(
-        HeadMask.from_swa_kv_heads([[0], [0]], 2), Window(WINDOW),
-        model="tiny", method="bosch", swa_ratio=0.5,
-    )  # fmt: skip
+    mask = HeadMaskFile(HeadMask(((WINDOW, 0),) * 2), "tiny", "bosch")
     with pytest.raises(RunError, match="differs from the searched one"):
         _run(base, tmp_path, mask=mask)
     assert not (tmp_path / "work" / "summary.json").exists()
@@ -282,14 +272,11 @@ def test_a_wrong_window_is_noticed_despite_many_sinks(
 ) -> None:
     make = materialize.materialize
 
-    def wider(model: Any, mask: HeadMask, windows: tuple[Window, ...], **options: Any) -> Any:
-        return make(model, mask, Window(WINDOW + 8, windows[0].sinks), **options)
+    def wider(model: Any, mask: HeadMask, **options: Any) -> Any:
+        return make(model, HeadMask.of(mask.is_full, Window(WINDOW + 8, mask.sinks)), **options)
 
     monkeypatch.setattr(materialize, "materialize", wider)
-    mask = HeadMaskFile.of(
-        HeadMask.all_sliding(2, 2), Window(WINDOW, 64),
-        model="tiny", method="bosch", swa_ratio=1.0,
-    )  # fmt: skip
+    mask = HeadMaskFile(HeadMask.all_sliding(2, 2, Window(WINDOW, 64)), "tiny", "bosch")
     with pytest.raises(RunError, match="differs from the searched one"):
         _run(base, tmp_path, mask=mask)
 
@@ -297,9 +284,9 @@ def test_a_wrong_window_is_noticed_despite_many_sinks(
 def test_faults_of_the_input_are_reported(base: Path, tmp_path: Path) -> None:
     (tmp_path / "search").mkdir()
     for layers, heads in ((3, 2), (2, 4)):
-        front = nested_front(layers, heads, [Window(WINDOW)], context=100, chosen=None)
+        front = nested_front(layers, heads, [Window(WINDOW)], context=100)
         front.save(tmp_path / "search" / "front.json")
-        with pytest.raises(UserError, match=r"front\.json: the front is another model's"):
+        with pytest.raises(UserError, match=r"the head mask is for .* the model has 2 of 2"):
             _run(base, tmp_path, upstream=_budget_of(front, 0))
     (tmp_path / "search" / "front.json").unlink()
     with pytest.raises(UserError, match=r"head_mask\.json: .* 3 layers of 2 .* has 2 of 2"):

@@ -15,7 +15,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from bosch.baselines.layer_rules import intr
-from bosch.heads import HeadMask, HeadMaskFile
+from bosch.mask_files import HeadMaskFile
+from bosch.masks import HeadMask
 from bosch.model.loading import load_model
 from bosch.model.search_mode import prepare_for_search
 from bosch.objective.calibration import CalibrationSet
@@ -69,7 +70,7 @@ def results(root: Path, branch: str = "") -> dict[str, Any]:
     metrics = [json.loads(line) for line in (output / f"train{branch}/metrics.jsonl").open()]
     weights = output / f"train{branch}/checkpoints/tokens-3072/model.safetensors"
     return {
-        "mask": json.loads((output / f"search{branch}/head_mask.json").read_text())["swa_kv_heads"],
+        "mask": json.loads((output / f"search{branch}/head_mask.json").read_text())["windows"],
         "losses": [line["loss"] for line in metrics],
         "weights": hashlib.sha256(weights.read_bytes()).hexdigest(),
     }
@@ -91,15 +92,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_the_pipeline_runs_and_a_second_run_does_nothing(undisturbed: Path) -> None:
     output = undisturbed / "quickstart"
-    mask = json.loads((output / "search/head_mask.json").read_text())
-    sliding = sum(len(heads) for heads in mask["swa_kv_heads"])
-    assert sliding == 0.75 * mask["num_layers"] * mask["num_key_value_heads"]
+    file = HeadMaskFile.load(output / "search/head_mask.json")
+    assert file.mask.swa_ratio == 0.75
     assert len(results(undisturbed)["losses"]) == 6
     scores = json.loads((output / "evaluate/scores.json").read_text())["checkpoints"]
     assert list(scores) == ["original", "hybrid", "tokens-1536", "tokens-3072"]
-    branch = json.loads((output / "search@intr/head_mask.json").read_text())
-    assert branch["method"] == "intr" and branch["swa_kv_heads"] != mask["swa_kv_heads"]
-    assert branch["swa_ratio"] == mask["swa_ratio"]
+    branch = HeadMaskFile.load(output / "search@intr/head_mask.json")
+    assert branch.method == "intr" and branch.mask != file.mask and branch.mask.swa_ratio == 0.75
     steps, branch_steps = (
         [json.loads(line) for line in (output / stage / "metrics.jsonl").open()]
         for stage in ("train", "train@intr")
@@ -160,7 +159,7 @@ def test_the_searchs_six_heads_retrieve_and_the_rules_do_not() -> None:
     """
     recipe = load_recipe(ROOT / RECIPE, fetch=False).recipe
     file = HeadMaskFile.load(ROOT / "recipes/masks/quickstart/bosch_plus-0.875.json")
-    assert file.windows == (recipe.search.window,)
+    assert file.mask.menu == (recipe.search.window,)
     model = load_model(ROOT / recipe.model.path, dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(ROOT / recipe.model.path)
     tasks, words = recipe.prepare.calibration.tasks, haystack_words(None)
@@ -169,10 +168,11 @@ def test_the_searchs_six_heads_retrieve_and_the_rules_do_not() -> None:
     assert len(records) >= 10
     questions = CalibrationSet.from_records((r["input_ids"], r["answer_length"]) for r in records)
     prepare_for_search(model)
-    objective = Objective(model, questions, file.windows)
-    shape = file.mask.is_full.shape
+    objective = Objective(model, questions, file.mask.menu)
+    shape = file.mask.shape
     full = objective.evaluate(HeadMask.all_full(*shape)).score
-    rule = objective.evaluate(intr(*shape, file.swa_ratio)).score
+    rule_mask = HeadMask.of(intr(*shape, file.mask.swa_ratio), recipe.search.window)
+    rule = objective.evaluate(rule_mask).score
     searched = objective.evaluate(file.mask).score
     assert full - rule >= 0.1
     assert searched - rule >= 0.4

@@ -13,11 +13,13 @@ import pytest
 
 from bosch.budget import swa_budget
 from bosch.errors import RunError
-from bosch.heads import HeadMask, HeadMaskFile
+from bosch.mask_files import HeadMaskFile
+from bosch.masks import HeadMask
 from bosch.objective.evaluation_log import Evaluation, EvaluationLog
 from bosch.search.bosch import SearchResult
 from bosch.search.loss import Anchors
 from bosch.search.methods import METHODS
+from bosch.window import Window
 from stages.context import StageConfig
 from stages.search import run as search
 from stages.search.stage import TRACES, SearchConfig
@@ -56,8 +58,7 @@ def test_a_method_of_each_kind_writes_its_files(inputs, tmp_path, method, ratio)
     file = HeadMaskFile.load(tmp_path / "head_mask.json")
     units = LAYERS * KV_HEADS
     assert (~file.mask.is_full).sum() == swa_budget(units, ratio)
-    assert (file.method, file.seed, file.window_size) == (method, 5, WINDOW)
-    assert file.swa_ratio == ratio
+    assert (file.method, file.seed, file.mask.menu) == (method, 5, (Window(WINDOW),))
     for name in TRACES.values():
         groups = ElementTree.parse(tmp_path / name).iter("{http://www.w3.org/2000/svg}g")
         [points] = [group for group in groups if "mark-symbol role-mark" in group.get("class", "")]

@@ -52,7 +52,7 @@ def test_the_client_gets_the_greedy_text_of_the_hybrid(tmp_path: Path) -> None:
 
     model, tokenizer = small_model(vocab_size=512), tiny_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    hybrid = materialize(model, random_mask(), Window(WINDOW))
+    hybrid = materialize(model, random_mask(Window(WINDOW)))
     expected = _greedy(hybrid, tokenizer)
     assert expected != _greedy(model, tokenizer), "the window must matter"
     folder = tmp_path / "model"

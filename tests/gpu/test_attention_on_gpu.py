@@ -74,7 +74,7 @@ def test_backend_is_as_exact_as_the_oracle(
 
 def test_static_cache_decodes_compiled_with_the_same_tokens() -> None:
     """`generate` compiles by itself on a GPU; the second call compiles nothing."""
-    model: Any = materialize(small_model(), random_mask(), Window(7, 4)).cuda()
+    model: Any = materialize(small_model(), random_mask(Window(7, 4))).cuda()
     for length in (30, 20):
         ids = tokens(2, length).cuda()
         options = {"max_new_tokens": 12, "do_sample": False}

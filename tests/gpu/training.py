@@ -20,7 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from bosch.model.head_table import heads_by_window
+from bosch.model.configuration import hybrid_mask
 from bosch.objective.decoder_shape import DecoderShape
 from pipeline.recipe.load import ROOT
 from stages.context import Runtime
@@ -80,7 +80,7 @@ def report(config: Any, length: int, train: dict[str, Any], runtime: dict[str, A
     steady = [step for step in steps[2:] if step.step != PROFILED_STEP]
     memory = TrainingJob(
         DecoderShape.of(config), TrainConfig(**train), Runtime(**runtime), length,
-        heads_by_window(config), 1, torch.cuda.is_available(), 0.0,
+        hybrid_mask(config).layers, 1, torch.cuda.is_available(), 0.0,
     ).memory()  # fmt: skip
     tokens_per_second = statistics.median(step.tokens_per_second or 0.0 for step in steady)
     print(f"tokens/s: {tokens_per_second:,.0f}")

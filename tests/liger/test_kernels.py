@@ -39,7 +39,7 @@ def test_families_that_are_refused_are_families_of_liger() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_and_gradients_are_those_of_the_models_own_code(family: str) -> None:
     base = small_model(family)
-    own = materialize(base, mask_of(base.config), Window(6, 1)).float().train()
+    own = materialize(base, mask_of(base.config, Window(6, 1))).float().train()
     use_grouped_experts(own)
     patched = copy.deepcopy(own)
     # First the model's own code: Liger's rotary embedding is that of all models from then on.

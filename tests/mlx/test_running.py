@@ -30,10 +30,10 @@ from mlx_lm.utils import load, load_model
 from transformers import AutoTokenizer
 
 from bosch.errors import UserError
+from bosch.masks import HeadMask
 from bosch.mlx.models import register
 from bosch.model.cache_size import CacheSize
 from bosch.model.families import decoder_layers
-from bosch.window import Window
 from tests.model_server import running
 from tests.vllm_case import (
     QUICKSTART,
@@ -104,9 +104,8 @@ def streamed_after(model: Any, prompt: str, tokens: int) -> str:
 
 
 def size_of(folder: Path, model: Any) -> CacheSize:
-    windows = [Window(w.size, _sinks(folder)) for w in QUICKSTART_MASK.windows]
-    rows = QUICKSTART_MASK.mask.heads_per_layer(windows)
-    return CacheSize.of(rows, decoder_layers(model.args.hybrid_config), 4, state_bytes=0)
+    mask = HeadMask(QUICKSTART_MASK.mask.windows, _sinks(folder))
+    return CacheSize.of(mask.layers, decoder_layers(model.args.hybrid_config), 4, state_bytes=0)
 
 
 def _sinks(folder: Path) -> int:

@@ -15,8 +15,7 @@ register(
 
 
 def mask(num_layers: int, num_heads: int, swa_ratio: float) -> Any:
-    """The first ceil(rho N) heads slide. Recipes load this file without numpy."""
-    numpy, heads = (importlib.import_module(name) for name in ("numpy", "bosch.heads"))
-    units = num_layers * num_heads
+    """Whether each head is full: not the first ceil(rho N). Recipes load this without numpy."""
+    numpy, units = importlib.import_module("numpy"), num_layers * num_heads
     is_full = numpy.arange(units) >= swa_budget(units, swa_ratio)
-    return heads.HeadMask(is_full.reshape(num_layers, num_heads))
+    return is_full.reshape(num_layers, num_heads)

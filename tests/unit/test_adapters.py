@@ -32,7 +32,7 @@ _LINES = re.compile(r"(?ms)^```python\n(.*?)^```")
 
 def _hybrid(folder: Path) -> Any:
     hybrid = materialize(
-        small_model(hidden_size=64, head_dim=16), random_mask(), Window(WINDOW, SINKS)
+        small_model(hidden_size=64, head_dim=16), random_mask(Window(WINDOW, SINKS))
     )
     hybrid.save_pretrained(folder)
     return hybrid
@@ -64,7 +64,7 @@ def test_an_adapter_on_a_base_with_other_weights_is_refused(
     model = change(small_model())
     before = {name: weight.is_meta for name, weight in model.state_dict().items()}
     with pytest.raises(UserError, match=reason):
-        materialize(model, random_mask(), Window(WINDOW), take_weights=take_weights)
+        materialize(model, random_mask(Window(WINDOW)), take_weights=take_weights)
     assert before == {name: weight.is_meta for name, weight in model.state_dict().items()}
 
 
@@ -156,7 +156,7 @@ def test_lora_of_the_base_moves_with_the_heads(family: str, use_dora: bool, tmp_
     ids = tokens(2, LENGTH)
     small_model(family).save_pretrained(tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    hybrid = materialize(base, random_mask(), Window(LENGTH))  # all heads see the whole text
+    hybrid = materialize(base, random_mask(Window(LENGTH)))  # all heads see the whole text
     hybrid.save_pretrained(tmp_path / "hybrid")
     config = peft.LoraConfig(target_modules="all-linear", r=4, use_dora=use_dora)
     adapted = peft.get_peft_model(base, config).eval()
@@ -192,7 +192,7 @@ def test_another_adapter_of_the_base_is_refused(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", MIN_PEFT_VERSION, MISSING)
     small_model("llama").save_pretrained(tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    materialize(base, random_mask(), Window(9)).save_pretrained(tmp_path / "hybrid")
+    materialize(base, random_mask(Window(9))).save_pretrained(tmp_path / "hybrid")
     names = {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
     peft.get_peft_model(base, peft.IA3Config(**names)).save_pretrained(tmp_path / "adapter")
     with pytest.raises(UserError, match="trained on another order of heads"):
@@ -205,7 +205,7 @@ def test_a_head_mask_applies_to_a_base_inside_peft() -> None:
     model, padding = _wrapped(base).eval(), torch.ones(2, 20, dtype=torch.long)
     padding[0, :6] = 0
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "disable_compile": True}
-    with head_mask(model, random_mask(), Window(4)):
+    with head_mask(model, random_mask(Window(4))):
         expected, found = (
             model.generate(input_ids=ids, attention_mask=padding, **options, **cache)
             for cache in ({"use_cache": False}, {"cache_implementation": "static"})
@@ -216,7 +216,7 @@ def test_a_head_mask_applies_to_a_base_inside_peft() -> None:
 
 def test_a_prefix_by_peft_works() -> None:
     peft = pytest.importorskip("peft", MIN_PEFT_VERSION, MISSING)
-    hybrid, ids = materialize(small_model(), random_mask(), Window(7)), tokens(2, 20)
+    hybrid, ids = materialize(small_model(), random_mask(Window(7))), tokens(2, 20)
     config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     model = peft.get_peft_model(hybrid, config).eval()
     generated = model.generate(input_ids=ids, max_new_tokens=3, do_sample=False)

@@ -367,7 +367,7 @@ def test_the_fastest_backend_is_the_first_with_all_abilities(
 
 def test_abilities_that_a_familys_attention_needs() -> None:
     needs = {
-        family: set(attention_needs(materialize(model, mask_of(model.config), Window(5)).config))
+        family: set(attention_needs(materialize(model, mask_of(model.config, Window(5))).config))
         for family in ("qwen3", "gemma2", "gpt_oss")
         for model in (small_model(family),)
     }

@@ -222,8 +222,8 @@ def test_flash_runs_in_whole_models(monkeypatch: pytest.MonkeyPatch) -> None:
     mask[0, :11] = 0
     positions = torch.cat([torch.arange(13), torch.arange(27)]).expand(2, -1)
     model = small_model()
-    apply_head_mask(model, random_mask(), Window(7))
-    hybrid = materialize(model, random_mask(), Window(7))
+    apply_head_mask(model, random_mask(Window(7)))
+    hybrid = materialize(model, random_mask(Window(7)))
     inputs = ({"position_ids": positions}, {"attention_mask": mask})
     options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
     with torch.no_grad():
@@ -232,7 +232,7 @@ def test_flash_runs_in_whole_models(monkeypatch: pytest.MonkeyPatch) -> None:
         kernel = Mock(side_effect=fake_flash.flash_attn_varlen_func)
         monkeypatch.setattr(sys.modules["flash_attn"], "flash_attn_varlen_func", kernel)
         prepare_for_search(model, "flash")
-        apply_head_mask(model, random_mask(), Window(7))
+        apply_head_mask(model, random_mask(Window(7)))
         hybrid.set_attn_implementation("flash_attention_2")
         for tried in (model, hybrid):
             for x, logits in zip(inputs, expected, strict=True):
@@ -247,15 +247,15 @@ def test_flash_refuses_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="needs a GPU and the flash-attn package; choose auto"):
         resolve_backend("flash")
     _patched_flash_is_usable(monkeypatch)
-    hybrid = materialize(small_model(), random_mask(), Window(7, 2))
+    hybrid = materialize(small_model(), random_mask(Window(7, 2)))
     with pytest.raises(UserError, match="flash has no sinks, its layout has 2; choose sdpa"):
         hybrid.set_attn_implementation("flash")
     model = small_model()
     prepare_for_search(model, "flash")
     with pytest.raises(UserError, match="flash has no sinks, its layout has 2; choose sdpa"):
-        apply_head_mask(model, random_mask(), Window(7, 2))
+        apply_head_mask(model, random_mask(Window(7, 2)))
     capped = small_model("gemma2")
-    capped = materialize(capped, mask_of(capped.config), Window(7))
+    capped = materialize(capped, mask_of(capped.config, Window(7)))
     with pytest.raises(UserError, match="flash has no capped attention scores, the model has"):
         capped.set_attn_implementation("flash")
     with pytest.raises(UserError, match="attn_implementation='flash_attention_3' has no hybrid"):

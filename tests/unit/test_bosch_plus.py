@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from bosch.errors import UserError
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.objective.evaluation_log import (
     Evaluation,
     GateGradient,
@@ -28,8 +28,8 @@ from bosch.search.runs import find_mask
 from bosch.search.settings import SearchSettings, plus_budget
 from bosch.window import Window
 from studies.landscapes import RATIO, landscape
-from tests.hybrid_case import KV_HEADS, LAYERS, random_mask
-from tests.search_case import WINDOW, evaluator_of, searchable
+from tests.hybrid_case import KV_HEADS, LAYERS, of_choices, random_mask
+from tests.search_case import WINDOW, evaluator_of, mask_of_key, searchable
 
 FULL = HeadMask.all_full(LAYERS, KV_HEADS)
 
@@ -203,7 +203,7 @@ def test_one_start_has_the_units_of_greatest_mean_value():
     scorer = Summed(8, 8, 0)
     _, evaluator = exact(scorer, 0.75)
     [key] = [point.mask for point in evaluator.trace if point.subproblem == "mean"]
-    worth, full = scorer.before[key], HeadMask.from_key(key).is_full
+    worth, full = scorer.before[key], mask_of_key(key).is_full
     assert worth[full].min() > worth[~full].max()
 
 
@@ -217,7 +217,7 @@ def test_one_start_has_the_layers_of_greatest_value():
     expected = np.zeros((8, 8), dtype=bool)
     expected[[first, second]] = True
     expected[third, worth[third].argsort()[-3:]] = True
-    assert HeadMask.from_key(key) == HeadMask(expected)
+    assert (mask_of_key(key).is_full == expected).all()
 
 
 class Scripted:
@@ -365,7 +365,7 @@ def test_gradients_are_derivatives_of_the_blend_of_all_choices():
     model, calibration = searchable(examples=3)
     objective = Objective(model, calibration, [Window(size) for size in SIZES], batch_size=2)
     choices = np.random.default_rng(3).integers(0, 4, (LAYERS, KV_HEADS))
-    mask = HeadMask.of_choices(choices)
+    mask = of_choices(choices, objective.windows)
     plain, _ = searchable(examples=3)
     AttentionInterface.register("blended", blended_attention)
     AttentionMaskInterface.register("blended", lambda *args, **kwargs: None)
@@ -393,7 +393,10 @@ def test_gradients_are_derivatives_of_the_blend_of_all_choices():
 def test_gradients_over_shares_have_the_mean_of_one_over_all_examples():
     """Three examples make at most three shares: none is empty."""
     model, calibration = searchable(examples=3)
-    objective, mask = Objective(model, calibration, Window(WINDOW), batch_size=2), random_mask(0)
+    objective, mask = (
+        Objective(model, calibration, Window(WINDOW), batch_size=2),
+        random_mask(Window(WINDOW)),
+    )
     whole = objective.gate_gradient(mask)
     for shares, examples in ((2, [2, 1]), (8, [1, 1, 1])):
         parts = [objective.gate_gradient(mask, share, shares) for share in range(len(examples))]

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from bosch.errors import UserError
-from bosch.heads import HeadMask, HeadMaskFile
+from bosch.mask_files import HeadMaskFile
+from bosch.masks import HeadMask
 from bosch.model.families import DecoderLayers
 from bosch.window import Window
 from pipeline.cli import main
@@ -138,11 +139,8 @@ def test_a_given_mask_must_fit_the_budgets_bytes(
     case: Case, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """12 slots of a window of 8 are cheaper than 4 full heads."""
-    windows = (Window(32), Window(8))
-    mask = HeadMask.of_choices([[0, 1, 2, 2]] * 4)
-    HeadMaskFile.of(mask, windows, model="m", method="elsewhere", swa_ratio=0.75).save(
-        case.folder / "mask.json"
-    )
+    mask = HeadMask(((0, 32, 8, 8),) * 4)
+    HeadMaskFile(mask, "m", "elsewhere").save(case.folder / "mask.json")
     case.content["search"] = {
         "method": "given", "mask": str(case.folder / "mask.json"), "windows": [8, 32],
         "budget": {"kv_cache": "0.3 @ 512"},

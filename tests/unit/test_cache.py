@@ -18,7 +18,7 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 
 from bosch.attention import AttentionContext, HeadLayout
 from bosch.errors import UserError
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.model.cache import HeadGroupsLayer, HybridCache, held_bytes
 from bosch.model.cache_size import CacheSize
 from bosch.model.deploy_mode import adopt_cache
@@ -32,6 +32,7 @@ from tests.hybrid_case import (
     KV_HEADS,
     LAYERS,
     mask_of,
+    of_choices,
     random_mask,
     small_config,
     small_model,
@@ -51,7 +52,7 @@ def _no_gradients() -> Any:
 
 
 def _hybrid(sinks: int) -> Any:
-    return materialize(small_model(), random_mask(), Window(WINDOW, sinks))
+    return materialize(small_model(), random_mask(Window(WINDOW, sinks)))
 
 
 @pytest.mark.parametrize("sinks", [0, 1, 4, 40])
@@ -119,9 +120,9 @@ def test_generate_gives_the_same_tokens_with_and_without_cache(
     """Left padding, beams and chunks of a prompt, with one window and with three."""
     model = _hybrid(sinks)
     if more:
-        choices = np.random.default_rng(0).integers(0, 4, random_mask().is_full.shape)
+        choices = np.random.default_rng(0).integers(0, 4, (LAYERS, KV_HEADS))
         windows = [Window(size, sinks) for size in (WINDOW, *more)]
-        model = materialize(small_model(), HeadMask.of_choices(choices), windows)
+        model = materialize(small_model(), of_choices(choices, windows))
     ids, mask = tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
     mask[0, :7] = 0
     cached: dict[str, Any] = {"cache_implementation": "static"} if kind == "static" else {}
@@ -145,7 +146,7 @@ def test_assisted_generation_is_exact(draft: str) -> None:
     other = small_model(seed=5)
     drafts: dict[str, Any] = {
         "model": {"assistant_model": other},
-        "hybrid": {"assistant_model": materialize(other, random_mask(1), Window(WINDOW, 2))},
+        "hybrid": {"assistant_model": materialize(other, random_mask(Window(WINDOW, 2), 1))},
         "prompt": {"prompt_lookup_num_tokens": 3},
     }
     assisted = model.generate(ids, max_new_tokens=12, do_sample=False, **drafts[draft])
@@ -201,9 +202,9 @@ def test_a_refused_crop_changes_no_layer(
     Cropping to 0 tokens always works, and the cache then takes another text.
     """
     base, ids = small_model(family), tokens(1, 14)
-    is_full = mask_of(base.config).is_full.copy()
+    is_full = mask_of(base.config, Window(4, 2)).is_full
     is_full[0] = True
-    model = materialize(base, HeadMask(is_full), Window(4, 2))
+    model = materialize(base, HeadMask.of(is_full, Window(4, 2)))
     cache = model.new_static_cache(14) if static else model.new_cache()
     if recorded:
         cache.activate_past_recording()
@@ -230,7 +231,7 @@ def test_the_caches_have_every_member_of_transformers_own(family: str) -> None:
         return {name for name in dir(owner) if not name.startswith("_")}
 
     base, ids = small_model(family), tokens(1, 4)
-    hybrid = materialize(base, random_mask(), Window(WINDOW))
+    hybrid = materialize(base, random_mask(Window(WINDOW)))
     pairs = (
         (DynamicCache(config=base.config), hybrid.new_cache()),
         (StaticCache(config=base.config, max_cache_len=8), hybrid.new_static_cache(8)),
@@ -262,7 +263,7 @@ def test_rows_can_be_reordered_and_layers_moved_to_the_host() -> None:
 @pytest.mark.parametrize("family", ["qwen3", "falcon_h1", "lfm2"])
 def test_a_cache_can_be_reset_and_take_another_batch_size(family: str) -> None:
     base, ids = small_model(family), tokens(2, 20)
-    model = materialize(base, mask_of(base.config), Window(WINDOW, 2))
+    model = materialize(base, mask_of(base.config, Window(WINDOW, 2)))
     cache = model.new_cache()
     model(ids[:, :15], past_key_values=cache)
     cache.batch_repeat_interleave(2)
@@ -283,7 +284,7 @@ def test_a_cache_can_be_reset_and_take_another_batch_size(family: str) -> None:
 def _one_layer(sinks: int) -> Any:
     """A single layer, because compiling takes seconds for each layer."""
     model = small_model(num_hidden_layers=1)
-    return materialize(model, HeadMask(random_mask().is_full[:1]), Window(WINDOW, sinks))
+    return materialize(model, random_mask(Window(WINDOW, sinks), layers=1))
 
 
 def _left_padded(batch: int, length: int) -> tuple[Tensor, Tensor]:
@@ -398,9 +399,9 @@ def test_compiled_chunks_equal_one_pass_at_every_position() -> None:
 def test_transformers_static_cache_is_exact_in_both_modes(family: str, sizes: list[int]) -> None:
     """It holds every token of every head; the mask of its first pass may cover its whole length."""
     searched, ids = small_model(family), tokens(2, LENGTH)
-    mask = mask_of(searched.config)
-    hybrid = materialize(searched, mask, Window(WINDOW, 4))
-    apply_head_mask(searched, mask, Window(WINDOW, 4))
+    mask = mask_of(searched.config, Window(WINDOW, 4))
+    hybrid = materialize(searched, mask)
+    apply_head_mask(searched, mask)
     for model in (hybrid, searched):
         expected = model(ids, use_cache=False).logits
         for backend in ("sdpa", "eager"):
@@ -493,7 +494,7 @@ def test_a_filled_cache_of_transformers_keeps_its_states(
     expected = original(ids).logits[:, 12:]
     cache = StaticCache(original.config, LENGTH) if kind == "static" else DynamicCache()
     original(ids[:, :12], past_key_values=cache)
-    hybrid = materialize(small_model(), HeadMask.all_full(LAYERS, KV_HEADS), Window(WINDOW))
+    hybrid = materialize(small_model(), HeadMask.all_full(LAYERS, KV_HEADS))
     layers = cache.layers
     result = hybrid(ids[:, 12:], past_key_values=cache).logits
     assert cache.layers is layers
@@ -503,7 +504,7 @@ def test_a_filled_cache_of_transformers_keeps_its_states(
 
 def test_a_cache_of_transformers_that_records_the_past_still_does_as_a_hybrids() -> None:
     model, ids = small_model("ministral"), tokens(2, LENGTH)
-    hybrid = materialize(model, mask_of(model.config), Window(WINDOW))
+    hybrid = materialize(model, mask_of(model.config, Window(WINDOW)))
     cache = DynamicCache(config=hybrid.config)
     cache.activate_past_recording()
     hybrid(ids, past_key_values=cache)
@@ -540,7 +541,7 @@ def test_the_mask_for_a_static_cache_has_either_of_its_names(name: str) -> None:
 
 def test_a_static_cache_works_with_states_in_search_mode() -> None:
     model, ids = small_model("falcon_h1"), tokens(2, 9)
-    apply_head_mask(model, mask_of(model.config), Window(WINDOW))
+    apply_head_mask(model, mask_of(model.config, Window(WINDOW)))
     mask, _ = _left_padded(2, 9)
     options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
     text = model.generate(ids, cache_implementation="static", **options)

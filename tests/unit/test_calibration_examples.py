@@ -13,7 +13,7 @@ import torch
 from transformers import AutoTokenizer
 
 from bosch.errors import UserError
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.model.materialize import materialize
 from bosch.model.search_mode import prepare_for_search
 from bosch.objective.calibration import CalibrationSet
@@ -95,10 +95,12 @@ def test_s_of_a_mask_is_the_rate_of_generations_that_reproduce_the_answers(in_ch
     calibration = CalibrationSet.from_records(
         (record["input_ids"], record["answer_length"]) for record in records
     )
-    masks = [HeadMask.all_full(3, 4), HeadMask.all_sliding(3, 4), *map(random_mask, range(6))]
+    window = Window(WINDOW)
+    masks = [HeadMask.all_full(3, 4), HeadMask.all_sliding(3, 4, window)]
+    masks += [random_mask(window, seed) for seed in range(6)]
     rates = []
     for mask in masks:
-        hybrid = materialize(small_model(), mask, Window(WINDOW))
+        hybrid = materialize(small_model(), mask)
         same = 0
         for batch in generate_ids(hybrid, tokenizer, questions, 5, 3):
             for question, answer in batch:
@@ -107,7 +109,7 @@ def test_s_of_a_mask_is_the_rate_of_generations_that_reproduce_the_answers(in_ch
                 same += tuple(answer[: len(expected)].tolist()) == expected
         rates.append(same / len(questions))
     prepare_for_search(model)
-    objective = Objective(model, calibration, Window(WINDOW), batch_size=3)
+    objective = Objective(model, calibration, window, batch_size=3)
     assert [objective.evaluate(mask).score for mask in masks] == rates
     assert rates[0] == 1.0 and len({*rates}) > 2
 

@@ -45,7 +45,7 @@ def test_a_head_of_its_own_stays_although_the_configuration_ties_it(
     expected = logits_of(base, ids)
     assert not torch.allclose(expected, logits_of(model, ids), atol=0.01)
     check_hybrid(base, ids)
-    save_model(materialize(base, mask_of(base.config), Window(20)), tmp_path / "hybrid", "5GB")
+    save_model(materialize(base, mask_of(base.config, Window(20))), tmp_path / "hybrid", "5GB")
     hybrid = load_model(tmp_path / "hybrid", dtype=torch.float32)
     torch.testing.assert_close(logits_of(hybrid, ids), expected, rtol=1e-4, atol=1e-5)
 

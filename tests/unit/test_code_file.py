@@ -18,15 +18,13 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import bosch
-from bosch.heads import HeadMask
 from bosch.model import code_file
 from bosch.model.configuration import base_classes, hybrid_config_class
 from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
-from bosch.model.search_mode import mask_shape
 from bosch.window import Window
 from tests.elsewhere import ROOT, run_elsewhere, run_python
-from tests.hybrid_case import TESTED, mask_of, small_config, small_model, tokens
+from tests.hybrid_case import TESTED, mask_of, of_choices, small_config, small_model, tokens
 
 WINDOW, SINKS = 7, 2
 LENGTH, NEW = 40, 10
@@ -36,11 +34,12 @@ QWEN3 = ("qwen3", "Qwen3Config", "Qwen3Model", "Qwen3ForCausalLM")
 
 def _save(family: str, folder: Path, **changes: Any) -> Any:
     model = small_model(family, **changes)
-    mask, windows = mask_of(model.config), [Window(WINDOW, SINKS)]
+    window = Window(WINDOW, SINKS)
+    mask = mask_of(model.config, window)
     if family == "llama":
-        mask = HeadMask.of_choices(np.indices(mask_shape(model.config)).sum(0) % 3)
-        windows.append(Window(WINDOW // 2, SINKS))
-    hybrid = materialize(model, mask, windows)
+        choices = np.indices(mask.shape).sum(0) % 3
+        mask = of_choices(choices, [window, Window(WINDOW // 2, SINKS)])
+    hybrid = materialize(model, mask)
     hybrid.save_pretrained(folder)
     return hybrid
 
@@ -250,7 +249,7 @@ def test_masks_and_errors_need_no_torch() -> None:
     code = (
         "import sys, bosch\n"
         "from bosch.errors import UserError\n"
-        "from bosch.heads import HeadMask\n"
+        "from bosch.masks import HeadMask\n"
         "bosch.Window(4), bosch.HeadMask, bosch.swa_budget\n"
         "assert not {'torch', 'transformers'} & set(sys.modules), 'heavy import'\n"
     )

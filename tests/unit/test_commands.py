@@ -25,7 +25,7 @@ import bosch.commands
 import pipeline.commands
 from bosch.commands import command_help
 from bosch.errors import LostRankError, RunError, StoppedError, UserError
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.model.cache import held_bytes
 from bosch.model.materialize import materialize
 from bosch.version import VERSION
@@ -41,7 +41,7 @@ from pipeline.run.failures import Terminated
 from stages.prepare.stage import PrepareConfig
 from stages.stage import LoadedRecipe
 from tests.elsewhere import ROOT
-from tests.hybrid_case import mask_of, small_model
+from tests.hybrid_case import mask_of, of_choices, small_model
 from tests.pipeline_case import Case, fake_table
 
 STATUS = "pipeline.commands.status.run"
@@ -127,19 +127,19 @@ def test_show_counts_heads_and_bytes(tmp_path: Path, capsys: pytest.CaptureFixtu
     rows = [[True, False, False, False], [False] * 4, [True, True, False, True]]
     model = small_model(num_hidden_layers=3)
     head = 2 * model.config.head_dim * 4
-    hybrid = materialize(model, HeadMask(rows), Window(6, 2))
+    hybrid = materialize(model, HeadMask.of(rows, Window(6, 2)))
     record = json.loads(_shown(hybrid, tmp_path, capsys, "--json"))
-    assert record["full_kv_heads_per_layer"] == {"0": 1, "1": 0, "2": 3}
+    assert record["windows"] == [[0, 6, 6, 6], [6] * 4, [0, 0, 6, 0]] and record["sinks"] == 2
     for row in record["cache_bytes"]:
         held = 4 * row["tokens"] + 8 * (6 - 1 + 2)
         assert (row["hybrid"], row["original"]) == (head * held, head * 12 * row["tokens"])
     shown = _shown(hybrid, tmp_path, capsys)
     assert "4 of 12 KV heads full; the others see 6 tokens and 2 sinks\n" in shown
-    assert "full KV heads by layer: 0: 1, 1: 0, 2: 3\n" in shown
+    assert "KV heads by layer (full + 6): 0: 1 + 3, 1: 0 + 4, 2: 3 + 1\n" in shown
     first = record["cache_bytes"][0]
     ours, theirs = (first[name] / 2**20 for name in ("hybrid", "original"))
     assert f"    1,024 tokens: {ours:.2f} MiB of KV cache instead of {theirs:.2f}\n" in shown
-    full = materialize(model, HeadMask.all_full(3, 4), Window(6))
+    full = materialize(model, HeadMask.all_full(3, 4))
     shown = _shown(full, tmp_path, capsys)
     assert "12 of 12 KV heads full\n" in shown and "the others" not in shown
     model.save_pretrained(tmp_path)
@@ -154,7 +154,7 @@ def test_show_counts_bytes_in_the_models_dtype(
     family: str, dtype: torch.dtype, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = small_model(family).to(dtype)
-    hybrid = materialize(model, mask_of(model.config), Window(6))
+    hybrid = materialize(model, mask_of(model.config, Window(6)))
     counted = json.loads(_shown(hybrid, tmp_path, capsys, "--json"))["cache_bytes"][0]
     ids = torch.zeros(1, counted["tokens"], dtype=torch.long)
     cache = hybrid(ids, use_cache=True).past_key_values
@@ -173,21 +173,20 @@ def test_show_counts_bytes_in_the_models_dtype(
 def test_show_states_the_windows_of_sliding_heads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without those of a front's menu that no head has."""
     windows = (Window(6), Window(3))
     model, choices = small_model(num_hidden_layers=3), np.full((3, 4), 1)
-    shown = _shown(materialize(model, HeadMask.of_choices(choices), windows), tmp_path, capsys)
+    shown = _shown(materialize(model, of_choices(choices, windows)), tmp_path, capsys)
     assert "0 of 12 KV heads full; the others see 6 tokens\n" in shown
     choices[0] = 2
-    shown = _shown(materialize(model, HeadMask.of_choices(choices), windows), tmp_path, capsys)
-    assert "KV heads with 3 or 6 tokens by layer: 0: 4 + 0, 1: 0 + 4, 2: 0 + 4\n" in shown
+    shown = _shown(materialize(model, of_choices(choices, windows)), tmp_path, capsys)
+    assert "KV heads by layer (full + 6 + 3): 0: 0 + 0 + 4, 1: 0 + 4 + 0, 2: 0 + 4 + 0\n" in shown
 
 
 def test_show_says_that_states_are_not_in_its_bytes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = small_model("qwen3_next")
-    shown = _shown(materialize(model, mask_of(model.config), Window(6)), tmp_path, capsys)
+    shown = _shown(materialize(model, mask_of(model.config, Window(6))), tmp_path, capsys)
     assert shown.endswith(" beside the states of 1 layer of other kinds\n")
 
 

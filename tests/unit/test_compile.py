@@ -13,7 +13,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from bosch.attention import AttentionContext, flex, hybrid_attention
 from bosch.attention.sdpa import bands
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.model.materialize import materialize
 from bosch.model.search_mode import apply_head_mask, prepare_for_search
 from bosch.window import Window
@@ -37,7 +37,7 @@ def _documents(seed: int) -> AttentionContext:
 
 def test_a_compiled_layer_trains_like_the_layer() -> None:
     """Outputs and all gradients; other data and other documents use the same graph."""
-    model = materialize(small_model(), random_mask(), Window(WINDOW, 4))
+    model = materialize(small_model(), random_mask(Window(WINDOW, 4)))
     layer, positions = model.model.layers[0].train(), torch.arange(LENGTH)[None]
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     for step in range(3):
@@ -96,7 +96,7 @@ def test_passes_with_changing_masks_leak_nothing() -> None:
     with torch.no_grad():
         for _ in range(3):
             for row in rows:
-                apply_head_mask(model, HeadMask(np.array([row] * LAYERS)), Window(WINDOW, 2))
+                apply_head_mask(model, HeadMask.of(np.array([row] * LAYERS), Window(WINDOW, 2)))
                 model(ids, use_cache=False)
             alive.append(_alive())
     assert alive[0] == alive[1] == alive[2]
@@ -112,8 +112,8 @@ def test_a_compiled_search_has_one_graph_for_each_number_of_full_heads() -> None
     where = model.model.rotary_emb(states, positions)
 
     def run(seed: int) -> Tensor:
-        mask = HeadMask(np.array([random_mask(seed).is_full[1]] * LAYERS))
-        apply_head_mask(model, mask, Window(WINDOW))
+        mask = HeadMask((random_mask(Window(WINDOW), seed).windows[1],) * LAYERS)
+        apply_head_mask(model, mask)
         return compiled(
             states,
             attention_mask=AttentionContext(LENGTH),

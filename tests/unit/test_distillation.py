@@ -62,7 +62,7 @@ def models(family: str, folder: Path) -> tuple[Any, Any, Any]:
     base = small_model(family).eval()
     logits_of_base = AutoModelForCausalLM.from_config(base.config)
     logits_of_base.load_state_dict(base.state_dict())
-    hybrid = materialize(base, mask_of(base.config), Window(WINDOW))
+    hybrid = materialize(base, mask_of(base.config, Window(WINDOW)))
     hybrid.save_pretrained(folder)
     return logits_of_base.eval(), hybrid.train(), teacher_of(folder)
 
@@ -141,7 +141,7 @@ def test_a_teacher_in_bf16_may_end_with_a_norm_in_float32(
 ) -> None:
     """On a GPU autocast computes torch's layer norms in float32, the last one's states too."""
     base = small_model("gpt_neox")
-    materialize(base, mask_of(base.config), Window(WINDOW)).save_pretrained(tmp_path)
+    materialize(base, mask_of(base.config, Window(WINDOW))).save_pretrained(tmp_path)
     train, unused = TrainConfig(mixed_precision="bf16"), ModelConfig(path="unused")
     ids = tokens(2, 12)
     layer_norm = torch.nn.functional.layer_norm

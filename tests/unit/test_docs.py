@@ -136,7 +136,7 @@ def test_the_python_reference_makes_a_hybrid(
 ) -> None:
     page = _text(ROOT / "docs" / "reference" / "python.md")
     (program,) = re.findall(r"(?ms)^```python\n(.*?)^```", page)
-    (by_hand,) = re.findall(r"bosch\.HeadMask\.from_swa_kv_heads\(.*?\)", page)
+    (by_hand,) = re.findall(r"`(bosch\.HeadMask\(.*?)`", page)
     monkeypatch.chdir(tmp_path)
     Path("recipes").symlink_to(ROOT / "recipes")
     names: dict[str, Any] = {}
@@ -145,7 +145,7 @@ def test_the_python_reference_makes_a_hybrid(
     with torch.no_grad():
         hybrid = AutoModelForCausalLM.from_pretrained("my_hybrid")(**names["inputs"]).logits
     torch.testing.assert_close(hybrid, names["logits"])
-    with names["bosch"].head_mask(names["model"], names["file"].mask, names["bosch"].Window(1)):
+    with names["bosch"].head_mask(names["model"], names["file"].mask):
         assert not torch.allclose(names["model"](**names["inputs"]).logits, names["logits"])
 
 
@@ -181,7 +181,7 @@ def test_the_notebook_runs_without_training_and_without_a_score(
 ) -> None:
     publish(tmp_path, without=("train",))
     model = tmp_path / "materialize" / "model"
-    hybrid = materialize(small_model(vocab_size=512), random_mask(), Window(8))
+    hybrid = materialize(small_model(vocab_size=512), random_mask(Window(8)))
     hybrid.save_pretrained(model)
     tiny_tokenizer().save_pretrained(model)
     shutil.copy(tmp_path / "search" / "head_mask.json", model)

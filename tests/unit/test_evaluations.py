@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bosch.heads import HeadMask
 from bosch.journal import Journal
+from bosch.masks import HeadMask
 from bosch.objective.evaluation_log import Evaluation, EvaluationLog
 from bosch.search.runs import find_mask, run_method
 from bosch.search.settings import SearchSettings

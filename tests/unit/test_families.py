@@ -30,7 +30,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from bosch.errors import UserError
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.model import configuration
 from bosch.model.cache import held_bytes, state_bytes
 from bosch.model.cache_size import CacheSize
@@ -69,11 +69,12 @@ def test_search_oracle_deploy_and_saved_model_agree(family: str, tmp_path: Path)
     """Every other family with sinks, every other two with three windows."""
     model, ids = small_model(family), tokens(2, 40)
     several, with_sinks = divmod(FAMILY_NAMES.index(family) % 4, 2)
-    mask, windows = mask_of(model.config), [Window(WINDOW, 2 * with_sinks)]
+    mask = mask_of(model.config, Window(WINDOW, 2 * with_sinks))
     if several:
-        windows = [Window(size, 2 * with_sinks) for size in (9, 4, 17)]
-        in_order = np.tile(np.arange(mask.num_key_value_heads) % 4, (mask.num_layers, 1))
-        mask = HeadMask.of_choices(np.random.default_rng(1).permuted(in_order, axis=1))
+        layers, heads = mask.shape
+        in_order = np.tile(np.array((0, 17, 9, 4))[np.arange(heads) % 4], (layers, 1))
+        shuffled = np.random.default_rng(1).permuted(in_order, axis=1)
+        mask = HeadMask(shuffled.tolist(), 2 * with_sinks)
     model.set_attn_implementation("eager")  # transformers' sdpa ignores Gemma 2's soft cap
     original, text = logits_of(model, ids), _greedy(model, ids)
     with torch.inference_mode():
@@ -86,14 +87,14 @@ def test_search_oracle_deploy_and_saved_model_agree(family: str, tmp_path: Path)
         same = tuple(own / own.sum(dim=-1, keepdim=True) for own in same)
     torch.testing.assert_close(same, weights, **_NEAR)
     assert torch.equal(_greedy(model, ids), text)
-    apply_head_mask(model, mask, windows)
+    apply_head_mask(model, mask)
     oracle = logits_of(model, ids)
     assert (oracle - original).abs().max() > 0.05
     prepare_for_search(model, "sdpa")
-    apply_head_mask(model, mask, windows)
+    apply_head_mask(model, mask)
     torch.testing.assert_close(logits_of(model, ids), oracle, **_NEAR)
 
-    hybrid = materialize(model, mask, windows)
+    hybrid = materialize(model, mask)
     trained = [[weight.requires_grad for weight in m.parameters()] for m in (model, hybrid)]
     assert trained[0] == trained[1]
     torch.testing.assert_close(logits_of(hybrid, ids), oracle, **_NEAR)
@@ -115,7 +116,7 @@ def test_search_oracle_deploy_and_saved_model_agree(family: str, tmp_path: Path)
 def test_planned_sizes_are_those_of_the_model(family: str) -> None:
     """All parameters, active ones and maps of each layer, in `plan` and in a built model."""
     model = small_model(family)
-    shape, flops = DecoderShape.of(model.config), Flops(model, Window(4))
+    shape, flops = DecoderShape.of(model.config), Flops(model)
     parts = model.get_decoder(), model.get_output_embeddings()
     parameters = {id(p): p.numel() for part in parts for p in part.parameters()}
     assert shape.parameters == sum(parameters.values())
@@ -124,7 +125,7 @@ def test_planned_sizes_are_those_of_the_model(family: str) -> None:
     assert shape.layer_parameters == max(layers)
     assert shape.tables == shape.parameters - sum(layers)
     assert shape.kinds == decoder_layers(model.config)
-    hybrid = materialize(model, mask_of(model.config), Window(WINDOW))
+    hybrid = materialize(model, mask_of(model.config, Window(WINDOW)))
     places = hybrid.config.hybrid_attention["weights"].values()
     (outputs,) = (sizes for axis, sizes in places if axis == 1)
     assert shape.query_size == sum(outputs) * shape.key_value_heads
@@ -190,7 +191,7 @@ def test_permuting_heads_alone_keeps_the_function(family: str) -> None:
     model, ids = small_model(family), tokens(2, 30)
     before = logits_of(model, ids)
     places, _ = measure_head_weights(model)
-    weights = dict(permute_heads(model, mask_of(model.config).head_order(), places))
+    weights = dict(permute_heads(model, mask_of(model.config, Window(WINDOW)).head_order, places))
     moved = {n for n, w in model.state_dict().items() if not torch.equal(w, weights[n])}
     assert {n.partition(".layers.")[2].partition(".")[2] for n in moved} == places.keys()
     assert {axis for axis, _ in places.values()} == {0, 1}
@@ -203,8 +204,8 @@ def test_packed_documents_are_separated_or_refused(family: str) -> None:
     """Families whose layers mix documents, or whose masks ignore position_ids, refuse them."""
     model, ids, border = small_model(family), tokens(1, 24), 14
     positions = torch.cat([torch.arange(border), torch.arange(24 - border)])[None]
-    hybrid = materialize(model, mask_of(model.config), Window(5))
-    apply_head_mask(model, mask_of(model.config), Window(5))
+    hybrid = materialize(model, mask_of(model.config, Window(5)))
+    apply_head_mask(model, mask_of(model.config, Window(5)))
     packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits[:, border:]
     alone = model(input_ids=ids[:, border:], use_cache=False).logits
     # In a small random model, states carried over the border may be smaller than rounding.
@@ -227,9 +228,9 @@ def test_caches_hold_the_bytes_of_the_formula(family: str) -> None:
     padding = torch.ones_like(ids)
     padding[1, :4] = 0
     options = {"attention_mask": padding, "max_new_tokens": 4, "do_sample": False}
-    mask, kinds = mask_of(model.config), decoder_layers(model.config)
-    hybrid = materialize(model, mask, Window(WINDOW))
-    size = CacheSize.of(mask.heads_per_layer(Window(WINDOW)), kinds, 4, state_bytes(model))
+    mask, kinds = mask_of(model.config, Window(WINDOW)), decoder_layers(model.config)
+    hybrid = materialize(model, mask)
+    size = CacheSize.of(mask.layers, kinds, 4, state_bytes(model))
     assert (size.state_bytes > 0) == bool(kinds.states)
     assert len(size.own_windows) == len(set(kinds.windows.values()))
     cache = hybrid.new_cache()
@@ -333,7 +334,7 @@ def test_heads_that_cannot_be_told_apart_are_refused(
 ) -> None:
     model = small_model(family, **options)
     with pytest.raises(UserError, match=f"'{family}' cannot be made hybrid: .*{reason}"):
-        materialize(model, mask_of(model.config), Window(WINDOW))
+        materialize(model, mask_of(model.config, Window(WINDOW)))
 
 
 class NewConfig(Qwen3Config):
@@ -394,8 +395,8 @@ def test_a_family_that_bosch_does_not_know_becomes_hybrid(tmp_path: Path) -> Non
     content = small_config("qwen3").to_dict() | {"model_type": "brand_new"}
     model, ids = NewForCausalLM(NewConfig(**content)).eval(), tokens(2, 40)
     check_hybrid(model, ids)
-    apply_head_mask(model, mask_of(model.config), Window(WINDOW))
-    hybrid = materialize(model, mask_of(model.config), Window(WINDOW))
+    apply_head_mask(model, mask_of(model.config, Window(WINDOW)))
+    hybrid = materialize(model, mask_of(model.config, Window(WINDOW)))
     places = hybrid.config.hybrid_attention["weights"]
     assert places == {
         "self_attn.mixed": (1, [4 * 8]), "self_attn.factors": (0, [2]),

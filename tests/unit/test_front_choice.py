@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from bosch.errors import UserError
-from bosch.front import Front, FrontPoint
-from bosch.heads import HeadMask
+from bosch.mask_files import Front, FrontPoint, HeldOut
+from bosch.masks import HeadMask
 from bosch.model.families import DecoderLayers
 from bosch.search.evaluator import SlotBudgets
-from bosch.window import Window
 from pipeline.commands.plan import plan_lines
 from pipeline.recipe.load import load_recipe
 from pipeline.run.graph import resolve
@@ -28,7 +27,6 @@ from tests.hybrid_case import small_config
 from tests.pipeline_case import Case
 from tests.search_case import config_of, write_inputs
 
-_MENU = (Window(32), Window(8))
 _KINDS = DecoderLayers(4, (0, 1, 2, 3), heads=4, head_dim=8)
 _CONTEXT = 100
 # Points from the smallest: full heads of a layer, score, held-out score and its limits.
@@ -38,14 +36,14 @@ _POINTS = [(0, 0.1, 0.2, 0.1), (1, 0.8, 0.8, 0.7), (2, 0.8, 0.9, 0.8567), (4, 1.
 def _front(points: list[tuple[int, float, float, float]] = _POINTS) -> Front:
     made = []
     for full, score, held_out, low in points:
-        choices = np.full((4, 4), 2)
-        choices[:, :full] = 0
-        point = FrontPoint.of(
-            HeadMask.of_choices(choices), _MENU, _CONTEXT, score=score, log_likelihood=-1.0,
-            held_out=(held_out, low, 1.0),
-        )  # fmt: skip
-        made.append(point)
-    return Front.of(made, _MENU, _CONTEXT, model="m")
+        mask = HeadMask(((0,) * full + (8,) * (4 - full),) * 4)
+        made.append(_point(mask, score, HeldOut(held_out, low, 1.0)))
+    return Front(_CONTEXT, tuple(made))
+
+
+def _point(mask: HeadMask, score: float, held_out: HeldOut | None = None) -> FrontPoint:
+    slots = mask.kv_slots(_CONTEXT)
+    return FrontPoint(mask, slots, slots, score, held_out, 0.0)
 
 
 def _chosen(front: Front, budget: dict[str, str] | float) -> int:
@@ -77,21 +75,9 @@ def test_a_budget_selects_a_point(budget: dict[str, str] | float, chosen: int) -
 
 def test_a_ratio_of_sliding_heads_is_met_despite_rounding() -> None:
     """One of ten: 1 - 0.9 is 0.09999999999999998."""
-    points = [
-        FrontPoint.of(
-            HeadMask.of_choices([row]), _MENU[:1], _CONTEXT, score=score, log_likelihood=0.0
-        )
-        for row, score in (([1] * 10, 0.1), ([0] * 9 + [1], 0.9), ([0] * 10, 1.0))
-    ]
-    front = Front.of(points, _MENU[:1], _CONTEXT, model="m")
-    assert _chosen(front, 0.1) == 1
-
-
-def test_equal_scores_are_decided_by_log_likelihood() -> None:
-    front = _front()
-    likelier = replace(front.points[2], log_likelihood=-0.5)
-    front = replace(front, points=(*front.points[:2], likelier, front.points[3]))
-    assert _chosen(front, {"kv_cache": "0.9 @ 100"}) == 2
+    masks = [HeadMask(((0,) * full + (32,) * (10 - full),)) for full in (0, 9, 10)]
+    points = map(_point, masks, (0.1, 0.9, 1.0))
+    assert _chosen(Front(_CONTEXT, tuple(points)), 0.1) == 1
 
 
 def test_a_budget_that_no_point_meets_is_refused() -> None:
@@ -113,8 +99,7 @@ def test_points_are_between_the_smallest_window_and_the_original() -> None:
 
 
 def test_the_picture_and_the_table_mark_the_chosen_point() -> None:
-    front = replace(_front().priced(lambda mask: int(mask.is_full.sum()) + 1), chosen=1)
-    text = front_picture(front).json
+    text = front_picture(_front(), chosen=1).json
     assert text.count('"series":"chosen"') == text.count('"series":"original"') == 1
     assert [text.count(f'"number":{number}') for number in range(1, 6)] == [1, 1, 1, 1, 0]
 
@@ -157,9 +142,7 @@ def test_the_stage_writes_a_front_with_costs_and_no_mask(tmp_path: Path) -> None
     search.run(config, {"prepare": prepared}, tmp_path)
     assert not (tmp_path / "head_mask.json").exists() and (tmp_path / "front.svg").exists()
     front, model = Front.load(tmp_path / "front.json"), small_config("qwen3")
-    assert (front.seed, front.model, front.chosen) == (9, str(base), None)
-    assert front.num_layers == model.num_hidden_layers
-    for index, point in enumerate(front.points):
-        slots = front.mask(index).kv_slots(front.windows, front.context)
-        assert point.bytes == slots * 2 * model.head_dim * 4
-        assert point.held_out_score is not None
+    for point in front.points:
+        assert len(point.mask.windows) == model.num_hidden_layers
+        assert point.bytes == point.mask.kv_slots(front.context) * 2 * model.head_dim * 4
+        assert point.held_out is not None

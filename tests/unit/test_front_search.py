@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pytest
 
 from bosch.errors import UserError
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.evaluation_log import (
     Evaluation,
@@ -35,7 +35,7 @@ from bosch.search.methods import METHODS
 from bosch.search.runs import find_mask
 from bosch.search.settings import SearchSettings, front_budget
 from bosch.window import Window
-from tests.search_case import WINDOW, evaluator_of, searchable
+from tests.search_case import WINDOW, evaluator_of, mask_of_key, searchable
 from tests.window_landscapes import TOKENS, Values, WindowLandscape
 
 BUDGETS = (1500, 2500, 4000, 6000)
@@ -221,23 +221,21 @@ def test_points_are_within_their_budgets_and_passes_within_the_bound(name: str) 
     scorer = WindowLandscape(name, (2, 4), (16, 64))
     result, evaluator = search(scorer)
     front = result.front
-    assert front is not None and front.context == TOKENS and front.window_sizes == (16, 64)
+    assert front is not None and front.context == TOKENS
     costs = evaluator.costs()
     options = SearchSettings(0.5, budget_per_layer=40)
     assert costs["full_forward_equivalents"] <= 2 + front_budget(options, 2)
     assert len(evaluator.trace) <= METHODS["front"].most_evaluations(options, 2, 4)
-    assert front.mask(0).choices.min() == 2 and front.points[-1].full_kv_heads == 8
+    masks = [point.mask for point in front.points]
+    assert masks[0] == HeadMask.all_sliding(2, 4, Window(16))
+    assert masks[-1] == HeadMask.all_full(2, 4)
     scores = [point.score for point in front.points]
     assert scores == sorted(scores)
-    for index, point in enumerate(front.points):
-        evaluation = evaluator.log.get(front.mask(index))
-        assert evaluation is not None and evaluation.rank == (point.score, point.log_likelihood)
-    assert front.chosen is not None
-    assert share_order(
-        [front.mask(index).choices.astype(int) for index in range(len(front.points))]
-    )
-    assert front.mask(front.chosen) == result.mask
-    assert front.points[front.chosen].kv_slots <= 4000
+    for point in front.points:
+        evaluation = evaluator.log.get(point.mask)
+        assert evaluation is not None and evaluation.score == point.score
+    assert share_order([scorer.choices(mask).reshape(2, 4) for mask in masks])
+    assert result.mask in masks and result.mask.kv_slots(TOKENS) <= 4000
 
 
 def test_a_front_is_nearly_exact_if_units_are_additive() -> None:
@@ -249,8 +247,8 @@ def test_a_front_is_nearly_exact_if_units_are_additive() -> None:
         values, slots = scorer.value(scorer.layouts), scorer.slots(scorer.layouts)
         for budget in BUDGETS:
             found = max(
-                float(scorer.value(front.mask(index).choices.reshape(-1)))
-                for index, point in enumerate(front.points)
+                float(scorer.value(scorer.choices(point.mask)))
+                for point in front.points
                 if point.kv_slots <= budget
             )
             assert found >= values[slots <= budget].max() - 0.04
@@ -263,9 +261,9 @@ def test_every_kind_of_move_is_made() -> None:
     masks: dict[str, list[HeadMask]] = {}
     for point in evaluator.trace:
         if point.phase == "swaps":
-            masks.setdefault(point.subproblem, []).append(HeadMask.from_key(point.mask))
+            masks.setdefault(point.subproblem, []).append(mask_of_key(point.mask))
     assert {*masks} == {"exchange", "swap", "grown", "shrunk", "kick", "other start", "nested"}
-    assert 4156 in [mask.kv_slots(evaluator.windows, TOKENS) for mask in masks["swap"]]
+    assert 4156 in [mask.kv_slots(TOKENS) for mask in masks["swap"]]
 
 
 class Saturated(WindowLandscape):
@@ -278,11 +276,12 @@ class Saturated(WindowLandscape):
         return value
 
     def window_gradient(self, mask: HeadMask, share: int = 0, shares: int = 1) -> GateGradient:
-        full = np.full(mask.choices.size, 0.01)
-        both = (mask.choices.reshape(-1)[[*self.ANSWERING]] == 0).all()
+        choices = self.choices(mask)
+        full = np.full(choices.size, 0.01)
+        both = (choices[[*self.ANSWERING]] == 0).all()
         full[[*self.ANSWERING]] = -1.0 if both else 1.0
         changes = np.stack([full, np.zeros_like(full)], axis=1)
-        own = np.take_along_axis(changes, mask.choices.reshape(-1, 1).astype(int), axis=1)
+        own = np.take_along_axis(changes, choices[:, None], axis=1)
         values = (changes - own).reshape(*mask.is_full.shape, -1).tolist()
         return GateGradient(values, 0.0, self.gradient_passes(share, shares))
 
@@ -293,7 +292,7 @@ def test_larger_budgets_grow_from_a_stuck_layout() -> None:
     budgets = (2500, 3500, 4500, 6500, 9000)
     evaluator = evaluator_of(scorer)
     evaluator.slot_budgets = SlotBudgets(TOKENS, budgets, 4500)
-    evaluator.anchors(0.5, 1)
+    evaluator.anchors(0.5)
     search = FrontSearch(evaluator, SearchSettings(0.5, budget_per_layer=14))
     search.start()
     scores = [search.points[number].evaluation.score for number in range(5)]
@@ -304,14 +303,14 @@ def test_larger_budgets_grow_from_a_stuck_layout() -> None:
 def test_the_other_start_is_the_one_that_lost(name: str, gates_win: bool) -> None:
     evaluator = evaluator_of(WindowLandscape(name, (4, 4), (16,)))
     evaluator.slot_budgets = SlotBudgets(TOKENS, (5000, 6000, 7000), 6000)
-    evaluator.anchors(0.5, 1)
+    evaluator.anchors(0.5)
     search = FrontSearch(evaluator, SearchSettings(0.5, budget_per_layer=60))
     search.start()
     assert search.other_start is not None
     [gates] = [point.mask for point in evaluator.trace if point.subproblem == "gates"]
     other = search.other_start(1)
-    assert (HeadMask.of_choices(search.points[1].choices).key == gates) == gates_win
-    assert (HeadMask.of_choices(other).key == gates) == (not gates_win)
+    assert (search.mask(search.points[1].choices).key == gates) == gates_win
+    assert (search.mask(other).key == gates) == (not gates_win)
 
 
 def test_the_budget_with_the_largest_gap_to_the_next_moves_first() -> None:
@@ -321,7 +320,7 @@ def test_the_budget_with_the_largest_gap_to_the_next_moves_first() -> None:
         search.points[number] = _point(_slots(number + 1), range(number + 1), score, number - 9.0)
     search.improve()
     first = next(point for point in search.evaluator.trace if point.phase == "swaps")
-    assert HeadMask.from_key(first.mask).num_sliding == 6
+    assert mask_of_key(first.mask).num_sliding == 6
 
 
 def test_a_stopped_search_ends_with_the_same_front(tmp_path: Path) -> None:
@@ -349,7 +348,7 @@ def test_masks_of_little_cost_leave_room_for_a_gradient(cost: float) -> None:
     scorer: Any = WindowLandscape("additive", (2, 4), (16, 64))
     scorer.mask_passes = lambda mask: cost
     result, evaluator = search(scorer, kappa=4, slots=_MANY, chosen=3000)
-    assert result.front is not None and result.front.points[-1].full_kv_heads == 8
+    assert result.front is not None and result.front.points[-1].mask == HeadMask.all_full(2, 4)
     assert len(evaluator.trace) <= 2 + front_budget(SearchSettings(0.5, budget_per_layer=4), 2)
     assert any("6 passes pay for 5 of 7 points" in note for note in evaluator.notes)
 
@@ -361,7 +360,7 @@ def _at_start(
     scorer = WindowLandscape("additive", (2, 4), (16, 64), 1)
     evaluator = evaluator_of(scorer)
     evaluator.slot_budgets = SlotBudgets(TOKENS, slots, chosen)
-    evaluator.anchors(0.5, 2)
+    evaluator.anchors(0.5)
     return FrontSearch(evaluator, SearchSettings(0.5, budget_per_layer=kappa))
 
 
@@ -413,7 +412,7 @@ def test_budgets_of_the_points_are_requested_spaced_or_the_ratios(
 def test_a_better_layout_is_kept_at_every_budget_that_it_fits() -> None:
     """At a larger budget by its score alone, and never at a ratio's budget, which is exact."""
     search = _at_start(slots=(1129, 2138, 3147, 4156))
-    ranks = [search.evaluator.scorer.evaluate(HeadMask.of_choices(_full(k))).rank for k in range(8)]
+    ranks = [search.evaluator.scorer.evaluate(search.mask(_full(k))).rank for k in range(8)]
     best, worst = ranks.index(max(ranks)), ranks.index(min(ranks))
     choices, (score, likelihood) = _full(best), ranks[best]
     rows = [  # budget, score and log-likelihood before, and whether the layout is better
@@ -457,11 +456,11 @@ def test_a_front_has_only_points_that_score_no_less_than_smaller_ones(
         search.points[number] = _point(_slots(number), units, score, -number, passes=10.0 * number)
     found = search.result(Anchors(0.0, 1.0))
     assert found.front is not None
-    assert [point.full_kv_heads for point in found.front.points] == [0, *kept, 8]
+    assert [point.mask.is_full.sum() for point in found.front.points] == [0, *kept, 8]
     assert [point.passes for point in found.front.points] == [0.0, *(10.0 * k for k in kept), 0.0]
-    assert found.mask == HeadMask.of_choices(_full(*range(result)))
+    assert found.mask == search.mask(_full(*range(result)))
     search.budgets = [_slots(1), _slots(2), _slots(3), _slots(5)]
-    masks = [HeadMask.of_choices(_full(*range(count))) for count in range(6)]
+    masks = [search.mask(_full(*range(count))) for count in range(6)]
     assert [count for count, mask in enumerate(masks) if search._is_chosen(mask)] == [result]
 
 
@@ -492,7 +491,7 @@ def test_the_result_is_the_best_mask_that_fits(
     for number, (budget, units, score) in enumerate(points):
         search.points[number] = _point(_slots(budget), units, score, -1.0)
     result = search.result(Anchors(0.0, 1.0))
-    assert result.mask == HeadMask.of_choices(_full(*best))
+    assert result.mask == search.mask(_full(*best))
 
 
 @pytest.mark.parametrize(
@@ -552,22 +551,21 @@ def test_points_are_scored_on_examples_that_the_search_does_not_use(tmp_path: Pa
         assert costs[cost] == pytest.approx(sum(part[name] for part in work))
     alone = Objective(model, held_out, windows, batch_size=4)
     assert fronts[0] is not None and fronts[0].context == used.max_length
-    for index, point in enumerate(fronts[0].points):
-        expected = alone.evaluate(fronts[0].mask(index)).score
-        assert point.held_out_score == expected
-        assert point.held_out_low is not None and point.held_out_high is not None
-        assert point.held_out_low <= expected <= point.held_out_high
-    masks = [HeadMask.from_key(key) for key in {point.mask for point in evaluator.trace}]
+    for point in fronts[0].points:
+        expected = alone.evaluate(point.mask).score
+        assert point.held_out is not None and point.held_out.score == expected
+        assert point.held_out.low <= expected <= point.held_out.high
+    masks = [mask_of_key(key) for key in {point.mask for point in evaluator.trace}]
     whole = sum(map(objective.mask_passes, masks)) + evaluator.passes_of_gradients
-    for index in range(len(fronts[0].points)):
-        mask = fronts[0].mask(index)
+    for mask in (point.mask for point in fronts[0].points):
         held = objective.evaluate_held_out(mask)
         passes = alone.whole_pass_operations(mask) / objective.full_pass_operations
         assert held.full_forward_equivalents == pytest.approx(passes)
         whole += passes
     assert costs["full_forward_equivalents"] == pytest.approx(whole)
     full = alone.evaluate(HeadMask.all_full(objective.num_layers, objective.num_key_value_heads))
-    assert full.score == 1.0 and fronts[0].points[-1].held_out_low == pytest.approx(0.05**0.5)
+    last = fronts[0].points[-1].held_out
+    assert full.score == 1.0 and last is not None and last.low == pytest.approx(0.05**0.5)
 
 
 @pytest.mark.parametrize("tasks", range(1, 9))

@@ -41,7 +41,7 @@ def answer(model: Any, tokenizer: Any, answers: list[str] | None = None, **optio
     ],
 )
 def test_answers_are_greedy_whatever_generation_config_says(settings: dict[str, Any]) -> None:
-    model, tokenizer = materialize(small_model(), random_mask(), Window(6)), tiny_tokenizer()
+    model, tokenizer = materialize(small_model(), random_mask(Window(6))), tiny_tokenizer()
     expected, ids = answer(model, tokenizer), tokens(1, 20)
     for _ in range(13):
         ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
@@ -58,7 +58,7 @@ def test_a_hybrid_with_unused_sampling_settings_of_its_base_is_saved(
     small_model().save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}')
     base = load_model(str(tmp_path))
-    materialize(base, random_mask(), Window(6)).save_pretrained(tmp_path / "hybrid")
+    materialize(base, random_mask(Window(6))).save_pretrained(tmp_path / "hybrid")
     saved = json.loads((tmp_path / "hybrid" / "generation_config.json").read_text())
     assert (saved["do_sample"], saved["temperature"]) == (False, 0.6)
 

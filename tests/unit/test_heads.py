@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,75 +17,72 @@ from bosch.budget import (
     window_shares,
 )
 from bosch.errors import UserError
-from bosch.heads import HeadMask, HeadMaskFile
+from bosch.mask_files import HeadMaskFile
+from bosch.masks import HeadMask
 from bosch.units import Units
-from bosch.window import Window, block_size, window_menu
+from bosch.window import Window, block_size
 
 _MASKS = st.tuples(st.integers(1, 5), st.integers(1, 9)).flatmap(
     lambda shape: st.lists(
-        st.lists(st.booleans(), min_size=shape[1], max_size=shape[1]),
+        st.lists(st.sampled_from((0, 0, 3, 6, 90)), min_size=shape[1], max_size=shape[1]),
         min_size=shape[0],
         max_size=shape[0],
-    ).map(lambda rows: HeadMask(np.array(rows)))
+    )
 )
 
 
-@given(_MASKS)
-def test_a_mask_survives_every_conversion(mask: HeadMask) -> None:
-    assert HeadMask.from_swa_kv_heads(mask.swa_kv_heads, mask.num_key_value_heads) == mask
-    assert HeadMask.from_key(mask.key) == mask
-    assert hash(HeadMask(mask.is_full.astype(int))) == hash(mask)
+@given(_MASKS, st.integers(0, 4))
+def test_all_figures_follow_from_the_windows(rows: list[list[int]], sinks: int) -> None:
+    mask, array = HeadMask(rows, sinks), np.array(rows)  # type: ignore[arg-type]
+    assert np.array_equal(mask.is_full, array == 0) and mask.shape == array.shape
+    assert mask.num_sliding == (array > 0).sum() and mask.swa_ratio == (array > 0).mean()
+    sizes = sorted(set(array.flat) - {0}, reverse=True)
+    assert mask.menu == tuple(Window(int(size), sinks) for size in sizes)
+    shares = [(array == size).mean() for size in sizes]
+    assert list(window_shares(mask.layers).values()) == pytest.approx(shares)
+    held = np.array([100 if size == 0 else min(100, size - 1 + sinks) for size in array.flat])
+    assert mask.kv_slots(100) == held.sum()
+    for order, row in zip(mask.head_order, array, strict=True):
+        assert sorted(order) == list(range(len(row)))
+        seen = [(-(row[head] or 2**31), head) for head in order]
+        assert seen == sorted(seen)
 
 
-@given(_MASKS, st.integers(1, 15), st.integers(0, 9))
-def test_a_mask_of_several_windows_survives_every_conversion(
-    shape: HeadMask, most: int, seed: int
-) -> None:
-    choices = np.random.default_rng(seed).integers(0, most + 1, shape.is_full.shape)
-    mask = HeadMask.of_choices(choices)
-    assert np.array_equal(mask.is_full, choices == 0) and mask.num_windows == choices.max()
-    assert HeadMask.from_key(mask.key) == mask
-    assert (mask == HeadMask(mask.is_full)) == (choices.max() < 2)
-    windows = [Window(3 * size) for size in range(1, most + 1)]
-    file = HeadMaskFile.of(
-        mask, windows, model="m", method="given", swa_ratio=mask.swa_ratio, score=0.9, seed=seed
-    )  # fmt: skip
+@given(_MASKS, st.integers(0, 4))
+def test_masks_are_equal_as_their_windows_and_sinks_are(rows: list[list[int]], sinks: int) -> None:
+    mask = HeadMask(rows, sinks)  # type: ignore[arg-type]
+    same = HeadMask(tuple(map(tuple, rows)), sinks)
+    assert mask == same and hash(mask) == hash(same) and mask.key == same.key
+    other = HeadMask(rows, sinks + 1)  # type: ignore[arg-type]
+    assert (other == mask) == (other.key == mask.key) == (mask.num_sliding == 0)
     with TemporaryDirectory() as folder:
-        path = Path(folder) / "head_mask.json"
-        file.save(path)
-        assert HeadMaskFile.load(path) == file
-        assert json.loads(path.read_text())["format"] == (2 if most > 1 else 1)
-    rows = mask.heads_per_layer(windows)
-    shares = [(choices == choice).mean() for choice in range(1, most + 1)]
-    assert list(window_shares(rows).values()) == pytest.approx(shares)
-    sizes = np.array([100, *(window.size - 1 for window in window_menu(windows))])
-    assert mask.kv_slots(windows, 100) == sizes[choices].sum()
+        file = HeadMaskFile(mask, "m", "given", 0.9, 3)
+        file.save(Path(folder) / "head_mask.json")
+        assert HeadMaskFile.load(Path(folder) / "head_mask.json") == file
+
+
+@pytest.mark.parametrize(
+    ("windows", "sinks"),
+    [([], 0), ([[]], 0), ([[1], [1, 2]], 0), ([[1.0]], 0), ([[True]], 0), ([[-1]], 0), ([[1]], -1),
+     ([1], 0), ("1", 0), ([[2**31]], 0)],
+)  # fmt: skip
+def test_what_is_no_mask_is_refused(windows: Any, sinks: int) -> None:
+    with pytest.raises(ValueError, match="window"):
+        HeadMask(windows, sinks)
+
+
+@given(st.integers(1, 50), st.integers(1, 40), st.floats(0, 1))
+def test_an_even_mask_meets_the_budget_with_similar_layers(
+    layers: int, heads: int, ratio: float
+) -> None:
+    sliding = swa_budget(layers * heads, ratio)
+    mask = HeadMask.evenly(layers, heads, sliding, Window(8, 1))
+    full = [row[None] for row in mask.layers]
+    assert mask.num_sliding == sliding and max(full) - min(full) <= 1
 
 
 def test_window_shares_count_windows_that_the_first_layer_lacks() -> None:
     assert window_shares([{None: 3}, {None: 1, Window(4): 2}]) == {Window(4): 1 / 3}
-
-
-def test_changing_a_layer_keeps_the_windows_of_the_others() -> None:
-    mask = HeadMask.of_choices([[0, 2], [3, 1]])
-    assert mask.with_layer(0, [False, True]) == HeadMask.of_choices([[1, 0], [3, 1]])
-
-
-def test_polarity_true_is_full() -> None:
-    mask = HeadMask.from_swa_kv_heads([[1], []], 3)
-    assert mask.is_full.tolist() == [[True, False, True], [True, True, True]]
-    assert mask.full_kv_heads_per_layer == [2, 3]
-    assert HeadMask.all_full(2, 3).swa_ratio == 0.0
-    assert HeadMask.all_sliding(2, 3).swa_ratio == 1.0
-
-
-def test_a_mask_is_immutable_and_independent_of_its_source() -> None:
-    bits = np.ones((2, 2), dtype=bool)
-    mask = HeadMask(bits)
-    bits[0, 0] = False
-    assert mask.is_full.all()
-    with pytest.raises(ValueError, match="read-only"):
-        mask.is_full[0, 0] = False
 
 
 @given(st.integers(1, 2000), st.integers(0, 1000))
@@ -109,28 +106,17 @@ def test_any_ratio_above_zero_gives_a_sliding_unit(ratio: float) -> None:
     assert swa_budget(384, 0.0) == 0
 
 
-def test_a_file_accepts_numpys_numbers(tmp_path: Path) -> None:
-    ratio, score = np.float32([0.5, 0.75])
-    mask = HeadMask.from_swa_kv_heads([[0], [1]], 2)
-    numbers = {"swa_ratio": ratio, "score": score, "seed": np.int64(3)}
-    HeadMaskFile.of(mask, Window(8), model="m", method="rand", **numbers).save(
-        tmp_path / "mask.json"
-    )
-    file = HeadMaskFile.load(tmp_path / "mask.json")
-    assert (file.swa_ratio, file.score, file.seed) == (0.5, 0.75, 3)
-
-
 def test_a_unit_holds_heads_of_similar_value() -> None:
     values = np.array([[3.0, 0.0, 2.0, 1.0], [0.0, 0.0, 0.0, 0.0]])
     units = Units.by_value(values, 2)
     assert units.heads.tolist() == [[[1, 3], [2, 0]], [[0, 1], [2, 3]]]
-    mask = units.head_mask(HeadMask(np.array([[False, True], [True, False]])))
-    assert mask.swa_kv_heads == [[1, 3], [2, 3]]
+    mask = units.head_mask(HeadMask(((6, 0), (0, 4)), 2))
+    assert mask == HeadMask(((0, 6, 0, 6), (0, 0, 4, 4)), 2)
     assert units.gather(values)[0].tolist() == [[0.0, 1.0], [2.0, 3.0]]
 
 
 def test_units_of_one_head_are_the_heads() -> None:
-    mask = HeadMask(np.array([[True, False, False], [False, True, True]]))
+    mask = HeadMask(((0, 6, 6), (4, 0, 0)))
     assert Units.of_neighbours(2, 3).head_mask(mask) == mask
 
 

@@ -72,11 +72,11 @@ def test_images_pass_through_search_and_deploy_mode(family: str) -> None:
     torch.testing.assert_close(_logits(model, inputs), original, **_NEAR)
     assert torch.equal(model.generate(**inputs, max_new_tokens=6, do_sample=False), text)
 
-    mask = mask_of(model.config)
-    apply_head_mask(model, mask, WINDOW)
+    mask = mask_of(model.config, WINDOW)
+    apply_head_mask(model, mask)
     oracle = _logits(model, inputs)
     assert (oracle - original).abs().max() > 0.05
     text = model.generate(**inputs, max_new_tokens=6, do_sample=False)
-    hybrid = materialize(model, mask, WINDOW)
+    hybrid = materialize(model, mask)
     torch.testing.assert_close(_logits(hybrid, inputs), oracle, **_NEAR)
     assert torch.equal(hybrid.generate(**inputs, max_new_tokens=6, do_sample=False), text)

@@ -192,15 +192,14 @@ LIGHT = (
     "bosch.search.methods",
 )
 TORCH_FREE = (
-    "bosch.heads",
-    "bosch.front",
+    "bosch.masks",
+    "bosch.mask_files",
     "bosch.backends",
     "bosch.context_split",
     "bosch.journal",
     "bosch.weight_files",
     "bosch.model.families",
     "bosch.model.cache_size",
-    "bosch.model.head_table",
     "bosch.model.stored_config",
     "bosch.model.untrusted",
     "bosch.vllm.plan",

@@ -15,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 import torch
@@ -23,7 +22,7 @@ import torch
 from bosch.attention import BACKENDS
 from bosch.budget import swa_budget
 from bosch.errors import RunError, UserError, is_out_of_memory
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.model.cache_size import CacheSize
 from bosch.model.loading import full_attention_config, load_config, load_model
 from bosch.model.materialize import materialize
@@ -35,7 +34,6 @@ from stages.measure.measured_model import (
     Variant,
     build_model,
     chosen_device,
-    even_layout,
     planned_variants,
 )
 from stages.measure.process import check_kernels, measure_run
@@ -51,10 +49,8 @@ from stages.pages.charts import Picture
 from tests.hybrid_case import KV_HEADS, LAYERS, random_mask, small_config, small_model, tokens
 from tests.tiny_data import save_tiny_model
 
-HYBRID = Variant(
-    kind="hybrid", swa_ratio=0.5, window_size=8, sinks=2, full_kv_heads_per_layer=(1, 1)
-)
-ORIGINAL = Variant(kind="original", swa_ratio=0.0, full_kv_heads_per_layer=(2, 2))
+HYBRID = Variant(kind="hybrid", windows=((0, 8), (0, 8)), sinks=2)
+ORIGINAL = Variant(kind="original", windows=((0, 0), (0, 0)))
 SETTINGS = MeasureSettings(
     dtype="float32", device="cpu", chunk=16, decode_tokens=3, original_attention="eager"
 )
@@ -66,9 +62,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model and a hybrid of it."""
     folder = tmp_path_factory.mktemp("measuring")
     save_tiny_model(folder / "model")
-    mask = HeadMask(np.array([[False, True], [False, False]]))
+    mask = HeadMask(((8, 0), (8, 8)), 2)
     model = load_model(folder / "model", dtype="float32")
-    materialize(model, mask, Window(8, 2)).save_pretrained(folder / "hybrid")
+    materialize(model, mask).save_pretrained(folder / "hybrid")
     return folder
 
 
@@ -81,19 +77,6 @@ def request(folder: Path, name: str, variant: Variant, length: int, **changes: A
         "settings": settings.model_dump(mode="json"),
         "length": length,
     }
-
-
-@pytest.mark.parametrize(("layers", "heads"), [(3, 2), (4, 8), (5, 3)])
-@pytest.mark.parametrize("ratio", [0.0, 0.25, 0.75, 0.875, 1.0])
-def test_the_even_layout_meets_the_budget_with_similar_layers(
-    layers: int, heads: int, ratio: float
-) -> None:
-    full = even_layout(layers, heads, ratio)
-    assert len(full) == layers
-    assert layers * heads - sum(full) == swa_budget(layers * heads, ratio)
-    assert max(full) - min(full) <= 1
-    assert min(full) >= 0
-    assert max(full) <= heads
 
 
 @pytest.mark.parametrize("length", [5, 40])
@@ -137,15 +120,13 @@ def test_an_original_with_windows_of_its_own_needs_no_options(
     """transformers has no sdpa for one of them; not all 20 tokens after the prompt are cached."""
     model = small_model(family)
     model.save_pretrained(tmp_path / family)
-    full = (KV_HEADS, KV_HEADS)
-    original = Variant(kind="original", swa_ratio=0.0, full_kv_heads_per_layer=full)
+    original = Variant(kind="original", windows=((0,) * KV_HEADS,) * 2)
     order = request(tmp_path, family, original, 20, original_attention="auto")
     figures = process.measure_run(order)
     assert figures["attention"]["implementation"] == implementation
     own = KV_HEADS * (model.config.sliding_window - 1)
     assert figures["kv_cache_bytes"] == (2 * KV_HEADS * 20 + own) * HEAD_BYTES
-    counts = {"swa_ratio": 0.5, "window_size": 8, "full_kv_heads_per_layer": (2, 2)}
-    hybrid = original.model_copy(update={"kind": "hybrid", **counts})
+    hybrid = Variant(kind="hybrid", windows=((0, 0, 8, 8),) * 2)
     figures = process.measure_run(order | {"variant": hybrid.model_dump(mode="json")})
     assert figures["kv_cache_bytes"] == (4 * (20 + 7) + own) * HEAD_BYTES
 
@@ -196,8 +177,7 @@ def test_memory_of_a_process_is_what_the_system_reports_in_bytes(
 def test_a_hybrid_model_is_measured_as_it_is_and_at_other_windows(folder: Path) -> None:
     config = load_config(str(folder / "hybrid"))
     original, own = planned_variants(config, MeasureSettings(lengths=(64,)))
-    assert own.full_kv_heads_per_layer == (1, 0)
-    assert (own.window_size, own.sinks, own.swa_ratio) == (8, 2, 0.75)
+    assert own.mask == HeadMask(((8, 0), (8, 8)), 2)
     figures = process.measure_run(request(folder, "hybrid", own, 30))
     assert figures["kv_cache_bytes"] == (30 + 3 * (7 + 2)) * HEAD_BYTES
     wider = planned_variants(config, MeasureSettings(lengths=(64,), windows=(16,)))[1]
@@ -211,18 +191,17 @@ def test_a_hybrid_model_is_measured_as_it_is_and_at_other_windows(folder: Path) 
 
 def test_a_hybrid_of_several_windows_is_measured_with_these(tmp_path: Path) -> None:
     model = small_model("qwen3")
-    choices = np.tile([0, 1, 2, 2], (LAYERS, 1))
-    hybrid = materialize(model, HeadMask.of_choices(choices), [Window(8), Window(4)])
+    hybrid = materialize(model, HeadMask(((0, 8, 4, 4),) * LAYERS))
     hybrid.save_pretrained(tmp_path)
     config = load_config(str(tmp_path))
     _, own = planned_variants(config, MeasureSettings(lengths=(64,)))
-    assert (own.name, own.window_size) == ("ρ = 0.75, W = 4 and 8", 8)
+    assert own.name == "ρ = 0.75, W = 4 and 8"
     again = Variant.model_validate_json(own.model_dump_json())
     (row,) = (
         results_table([point_of(again, 1024, 1, [{"out_of_memory": "no room"}])]).groups[0].rows
     )
     assert row[:3] == ["1k", "0.75", "4 and 8"]
-    assert again.kv_heads(KV_HEADS) == [{None: 1, Window(8): 1, Window(4): 2}] * LAYERS
+    assert again == own
     measured = build_model(str(tmp_path), None, again, SETTINGS)
     assert type(measured.new_cache()).__name__ == "HybridCache"
     with pytest.raises(UserError, match="--windows: the model's heads have several windows"):
@@ -240,7 +219,7 @@ def test_a_cache_that_differs_from_the_formula_ends_the_run(
 
 def test_a_hybrids_weights_with_every_head_full_are_the_original(tmp_path: Path) -> None:
     model = small_model("qwen3_moe")
-    materialize(model, random_mask(), Window(6)).save_pretrained(tmp_path)
+    materialize(model, random_mask(Window(6))).save_pretrained(tmp_path)
     config = full_attention_config(load_config(str(tmp_path)))
     figures = load_model(tmp_path, dtype="float32", config=config)
     assert type(figures) is type(model)
@@ -251,17 +230,17 @@ def test_a_hybrids_weights_with_every_head_full_are_the_original(tmp_path: Path)
 def test_planned_variants_are_the_original_and_the_grid() -> None:
     settings = MeasureSettings(lengths=(32,), ratios=(0.5, 0.75), windows=(8, 16), sinks=1)
     original, *hybrids = planned_variants(small_config("qwen3"), settings)
-    assert original.full_kv_heads_per_layer == (KV_HEADS,) * LAYERS
-    figures = [(v.swa_ratio, v.window_size, v.sinks) for v in hybrids]
-    assert figures == [(0.5, 8, 1), (0.5, 16, 1), (0.75, 8, 1), (0.75, 16, 1)]
+    assert original.mask == HeadMask.all_full(LAYERS, KV_HEADS)
+    figures = [(v.mask.swa_ratio, v.mask.menu) for v in hybrids]
+    assert figures == [(rho, (Window(w, 1),)) for rho in (0.5, 0.75) for w in (8, 16)]
     # Ratios with equal numbers of heads are one variant; a window may be as long as a sequence.
     near = MeasureSettings(lengths=(32, 64), ratios=(0.49, 0.5), windows=(32,))
     _, one = planned_variants(small_config("qwen3"), near)
-    assert (one.swa_ratio, one.window_size) == (0.5, 32)
+    assert (one.mask.swa_ratio, one.mask.menu) == (0.5, (Window(32),))
     by_default = planned_variants(small_config("qwen3"), MeasureSettings(lengths=(1024,)))[1:]
-    assert {(v.window_size, v.sinks) for v in by_default} == {(1024, 0)}
+    assert {v.mask.menu for v in by_default} == {(Window(1024),)}
     heads = LAYERS * KV_HEADS
-    assert [v.swa_ratio for v in by_default] == [
+    assert [v.mask.swa_ratio for v in by_default] == [
         swa_budget(heads, ratio) / heads for ratio in (0.25, 0.5, 0.75, 0.875)
     ]
 
@@ -355,7 +334,7 @@ def test_points_are_medians_and_ratios_to_the_original() -> None:
 
 
 def test_a_panel_shows_the_original_and_the_hybrids_of_one_window_with_units() -> None:
-    wide = HYBRID.model_copy(update={"window_size": 16})
+    wide = HYBRID.model_copy(update={"windows": ((0, 16), (0, 16))})
     points = [
         point_of(variant, 10, 1, [run(1.0, 2 * 10**9 + 1)]) for variant in (ORIGINAL, HYBRID, wide)
     ]
@@ -378,11 +357,11 @@ def test_a_report_states_the_layout_and_hardware_that_were_measured(
     name: str, layout: str, original: str,
 ) -> None:  # fmt: skip
     """Although the last run ran out of memory; that one is not tried again."""
-    tried = Counter[tuple[str, float]]()
+    tried = Counter[tuple[str, str]]()
 
     def measured(request: Any, what: str) -> Any:
         is_hybrid = request["variant"]["kind"] == "hybrid"
-        tried[request["variant"]["kind"], request["variant"]["swa_ratio"]] += 1
+        tried[request["variant"]["kind"], str(request["variant"]["windows"])] += 1
         return {"out_of_memory": "full"} if is_hybrid else {**run(1.0), "hardware": {"cpu": "x"}}
 
     monkeypatch.setattr(measurement, "run_in_process", measured)
@@ -489,9 +468,10 @@ def drawn(picture: Picture) -> list[list[dict[str, Any]]]:
     return list(datasets.values())
 
 
-def point(model: str, length: int, ratio: float | None, window: int | None, speed: float) -> Any:
+def point(model: str, length: int, ratio: float, window: int, speed: float) -> Any:
+    mask = HeadMask.evenly(1, 4, round(4 * ratio), Window(window))
     return {
-        "model": model, "length": length, "swa_ratio": ratio, "window_size": window,
+        "model": model, "length": length, **mask.content,
         "out_of_memory": speed == 0, "prefill_tokens_per_second": speed,
         "decode_tokens_per_second": 2 * speed, "memory_p90_bytes": 1e9 * speed,
     }  # fmt: skip
@@ -499,8 +479,8 @@ def point(model: str, length: int, ratio: float | None, window: int | None, spee
 
 def test_figures_of_measurements_have_a_panel_per_setting_and_a_line_per_model() -> None:
     points = [
-        point("original", 1024, None, None, 10.0),
-        point("original", 2048, None, None, 0),
+        point("original", 1024, 0.0, 1, 10.0),
+        point("original", 2048, 0.0, 1, 0),
         *(point("hybrid", 1024, ratio, window, speed) for ratio, window, speed in (
             (0.75, 64, 30.0), (0.5, 64, 20.0), (0.5, 1024, 15.0))),
     ]  # fmt: skip
@@ -536,8 +516,8 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("in_this_process")
 def test_the_stage_measure_compares_the_hybrid_with_its_original(tmp_path: Path) -> None:
     base = load_model(save_tiny_model(tmp_path / "base"))
-    mask = HeadMask.from_swa_kv_heads([[0], [1]], 2)
-    materialize(base, mask, Window(32)).save_pretrained(tmp_path / "materialize" / "model")
+    mask = HeadMask(((32, 0), (0, 32)))
+    materialize(base, mask).save_pretrained(tmp_path / "materialize" / "model")
     config = StageConfig(
         section=MeasureConfig(lengths=[1024], decode_tokens=2, repeats=1),
         model=ModelConfig(path="unused", dtype="float32"),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from bosch.budget import swa_budget
 from bosch.errors import RunError, UserError
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.objective.evaluation_log import (
     Evaluation,
     EvaluationContext,
@@ -31,7 +31,8 @@ from bosch.search.settings import SearchSettings
 from bosch.window import Window
 from stages.search.stage import SearchConfig
 from studies.landscapes import RATIO, landscape
-from tests.search_case import CONTEXT, WINDOW, evaluator_of, searchable
+from tests.hybrid_case import sliding_heads
+from tests.search_case import CONTEXT, WINDOW, evaluator_of, mask_of_key, searchable
 
 SELECTING = [name for name, method in METHODS.items() if method.kind != "file"]
 SEARCHED = [
@@ -116,10 +117,10 @@ def test_every_mask_is_on_budget_and_no_search_exceeds_its_bound(
         options = replace(options, swa_ratio=ratio, head_granularity=granularity)
     evaluator, result = search_with(name, RandomScores(layers, heads, costs, passes), options)
     assert result.mask.num_sliding == sliding
-    assert not any(count % granularity for count in result.mask.full_kv_heads_per_layer)
+    assert not any(count % granularity for count in result.mask.is_full.sum(1).tolist())
     assert result.evaluation == evaluator.log.get(result.mask)
     assert evaluator.best_on_budget is not None
-    assert all(HeadMask.from_key(p.mask).is_full.shape == (layers, heads) for p in evaluator.trace)
+    assert all(mask_of_key(p.mask).shape == (layers, heads) for p in evaluator.trace)
     most = METHODS[name].most_evaluations(options, layers, heads)
     assert evaluator.costs()["evaluations"] <= len(evaluator.trace) <= most
     if METHODS[name].searches:  # including a gradient that forms the units, if any
@@ -140,7 +141,7 @@ def test_a_mask_of_a_model_is_on_budget_and_within_the_bound(
     objective = Objective(*searched, Window(WINDOW), batch_size=4)
     options = SearchSettings(ratio, budget_per_layer=budget, head_granularity=granularity)
     evaluator, result = search_with(name, objective, options)
-    assert not any(count % granularity for count in result.mask.full_kv_heads_per_layer)
+    assert not any(count % granularity for count in result.mask.is_full.sum(1).tolist())
     assert result.mask.num_sliding == swa_budget(objective.num_layers * 4, ratio)
     most = METHODS[name].most_evaluations(options, *objective.shape)
     assert evaluator.costs()["evaluations"] <= len(evaluator.trace) <= most
@@ -159,7 +160,7 @@ def test_units_are_heads_of_similar_gradient_or_neighbours(
     scorer = RandomScores(1, 4, 0)
     scorer.costs = np.array([[0.1, 0.45, 0.12, 0.33]])
     _, result = search_with(name, scorer, SearchSettings(0.5, head_granularity=2))
-    assert result.mask.swa_kv_heads == sliding
+    assert sliding_heads(result.mask) == sliding
 
 
 @pytest.mark.parametrize("name", SELECTING)
@@ -328,7 +329,7 @@ def test_a_search_finds_the_planted_mask(name: str, seed: int) -> None:
     layers_at_once, sliding, ratio = PLANTED[name]
     options = SearchSettings(ratio, budget_per_layer=200, max_group_variables=6, seed=seed)
     _, result = search_with(name, scorer, options)
-    assert result.mask == HeadMask(scorer.cheapest(layers_at_once, sliding))
+    assert (result.mask.is_full == scorer.cheapest(layers_at_once, sliding)).all()
 
 
 @pytest.mark.parametrize(
@@ -425,7 +426,7 @@ def test_a_log_of_another_model_or_calibration_set_is_not_used(
 ) -> None:
     path, mask = tmp_path / "evaluations.jsonl", HeadMask.all_full(2, 4)
     other_context = {"calibration": "data", "model": "model", other: "another"}
-    log = EvaluationLog(path, EvaluationContext(**other_context, window_size=16, sinks=0))
+    log = EvaluationLog(path, EvaluationContext(**other_context, windows=[16], sinks=0))
     log.append(mask, Evaluation(1.0, -0.5), "anchors")
     log.append_gradient(mask, "0/4", GateGradient([[1.0]]))
     log.append_held_out(mask, Evaluation(1.0, -0.5))

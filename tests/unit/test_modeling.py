@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import bosch
-from bosch.attention import AttentionContext, HeadLayout
+from bosch.attention import AttentionContext
 from bosch.errors import UserError
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.model.families import check_family
 from bosch.model.interface import (
     attention_forward,
@@ -51,13 +51,13 @@ def test_all_heads_sliding_equals_transformers_own_sliding_model(family: str, le
     assert "sliding" in json.dumps(theirs.config.to_dict())
     ids, mask = tokens(2, length), torch.ones(2, length, dtype=torch.long)
     mask[0, : length // 3] = 0
-    apply_head_mask(model, HeadMask.all_sliding(LAYERS, KV_HEADS), Window(WINDOW))
+    apply_head_mask(model, HeadMask.all_sliding(LAYERS, KV_HEADS, Window(WINDOW)))
     torch.testing.assert_close(logits_of(model, ids), logits_of(theirs, ids), **_NEAR)
     real = mask.bool()
     computed, reference = (logits_of(m, ids, attention_mask=mask)[real] for m in (model, theirs))
     torch.testing.assert_close(computed, reference, **_NEAR)
     if length == 40:
-        hybrid = materialize(model, HeadMask.all_sliding(LAYERS, KV_HEADS), Window(WINDOW))
+        hybrid = materialize(model, HeadMask.all_sliding(LAYERS, KV_HEADS, Window(WINDOW)))
         options = {"attention_mask": mask, "max_new_tokens": 10, "do_sample": False}
         assert torch.equal(hybrid.generate(ids, **options), theirs.generate(ids, **options))
 
@@ -70,10 +70,10 @@ def test_a_base_models_window_as_long_as_its_positions_is_ignored(
     theirs.save_pretrained(tmp_path / "base")
     model = load_model(tmp_path / "base", dtype="float32")
     mask, ids = HeadMask.all_full(LAYERS, KV_HEADS), tokens(2, 40)
-    materialize(model, mask, Window(WINDOW)).save_pretrained(tmp_path / "hybrid")
+    materialize(model, mask).save_pretrained(tmp_path / "hybrid")
     hybrid = load_model(tmp_path / "hybrid", dtype="float32")
     prepare_for_search(model)
-    apply_head_mask(model, mask, Window(WINDOW))
+    apply_head_mask(model, mask)
     for checked in (model, hybrid):
         torch.testing.assert_close(logits_of(checked, ids), logits_of(theirs, ids), **_NEAR)
     theirs.config.sliding_window = 39
@@ -84,7 +84,7 @@ def test_a_base_models_window_as_long_as_its_positions_is_ignored(
 
 def test_packed_documents_equal_each_document_alone() -> None:
     model, ids = small_model(), tokens(2, 40)
-    apply_head_mask(model, random_mask(), Window(WINDOW, 3))
+    apply_head_mask(model, random_mask(Window(WINDOW, 3)))
     borders = [[0, 5, 6, 30, 40], [0, 19, 40]]
     positions = torch.stack(
         [torch.cat([torch.arange(b - a) for a, b in pairwise(row)]) for row in borders]
@@ -101,7 +101,7 @@ def test_right_padding_changes_nothing_and_needs_no_mask(
     sinks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, ids = small_model(), tokens(3, 40)
-    apply_head_mask(model, random_mask(), Window(WINDOW, sinks))
+    apply_head_mask(model, random_mask(Window(WINDOW, sinks)))
     lengths = [40, 29, 1]
     alone = [logits_of(model, ids[row : row + 1, :n]) for row, n in enumerate(lengths)]
     mask = (torch.arange(40) < torch.tensor(lengths)[:, None]).long()
@@ -114,7 +114,7 @@ def test_right_padding_changes_nothing_and_needs_no_mask(
 
 def test_autocast_computes_attention_in_its_dtype() -> None:
     dtypes: list[torch.dtype] = []
-    model, ids = materialize(small_model(), random_mask(), Window(WINDOW, 2)), tokens(1, 40)
+    model, ids = materialize(small_model(), random_mask(Window(WINDOW, 2))), tokens(1, 40)
     model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(
         lambda module, args: dtypes.append(args[0].dtype)
     )
@@ -134,7 +134,7 @@ def test_switching_masks_changes_no_weight_and_can_be_undone() -> None:
     outputs = {}
     for _ in range(2):
         for seed in range(4):
-            apply_head_mask(model, random_mask(seed), Window(WINDOW))
+            apply_head_mask(model, random_mask(Window(WINDOW), seed))
             logits = logits_of(model, ids)
             assert torch.equal(outputs.setdefault(seed, logits), logits)
     assert len({float(x.sum()) for x in outputs.values()}) == 4
@@ -145,21 +145,21 @@ def test_a_mask_applies_again_if_attention_was_changed_since() -> None:
     model, ids = small_model(), tokens(1, 30)
     full = logits_of(model, ids)
     prepare_for_search(model, "eager")
-    apply_head_mask(model, random_mask(), Window(WINDOW))
+    apply_head_mask(model, random_mask(Window(WINDOW)))
     masked = logits_of(model, ids)
     model.set_attn_implementation("sdpa")
     torch.testing.assert_close(logits_of(model, ids), full)
-    with bosch.head_mask(model, random_mask(), Window(WINDOW)):
+    with bosch.head_mask(model, random_mask(Window(WINDOW))):
         assert torch.equal(logits_of(model, ids), masked)
     torch.testing.assert_close(logits_of(model, ids), full)
-    apply_head_mask(model, random_mask(), Window(WINDOW))
+    apply_head_mask(model, random_mask(Window(WINDOW)))
     assert torch.equal(logits_of(model, ids), masked)
 
 
 def test_gradients_equal_the_oracle_with_and_without_checkpointing() -> None:
     ids, computed = tokens(2, 30), []
     for backend, checkpointing in (("eager", False), ("sdpa", False), ("sdpa", True)):
-        hybrid = materialize(small_model(), random_mask(), Window(WINDOW, 2))
+        hybrid = materialize(small_model(), random_mask(Window(WINDOW, 2)))
         hybrid.set_attn_implementation(backend)
         hybrid.train()
         if checkpointing:
@@ -176,9 +176,9 @@ def test_gradients_equal_the_oracle_with_and_without_checkpointing() -> None:
 def test_a_pass_with_gradients_may_follow_one_without(searched: bool) -> None:
     model, ids, window = small_model(), tokens(1, 30), Window(WINDOW + 1)
     if searched:
-        apply_head_mask(model, random_mask(), window)
+        apply_head_mask(model, random_mask(window))
     else:
-        model = materialize(model, random_mask(), window)
+        model = materialize(model, random_mask(window))
     with torch.inference_mode():
         model(ids)
     model(ids, labels=ids).loss.backward()
@@ -187,7 +187,7 @@ def test_a_pass_with_gradients_may_follow_one_without(searched: bool) -> None:
 
 def test_bfloat16_and_tied_embeddings_survive_saving(tmp_path: Path) -> None:
     model = small_model("qwen3").to(torch.bfloat16)
-    hybrid = materialize(model, random_mask(), Window(WINDOW))
+    hybrid = materialize(model, random_mask(Window(WINDOW)))
     assert hybrid.lm_head.weight is hybrid.model.embed_tokens.weight
     hybrid.save_pretrained(tmp_path)
     loaded = load_model(tmp_path, dtype="bfloat16")
@@ -197,7 +197,7 @@ def test_bfloat16_and_tied_embeddings_survive_saving(tmp_path: Path) -> None:
 
 
 def test_every_implementation_is_a_backend_of_hybrid_attention(tmp_path: Path) -> None:
-    hybrid, ids = materialize(small_model(), random_mask(), Window(WINDOW)), tokens(1, 30)
+    hybrid, ids = materialize(small_model(), random_mask(Window(WINDOW))), tokens(1, 30)
     hybrid.save_pretrained(tmp_path)
     for name in ("sdpa", "eager", "bosch"):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=name)
@@ -234,7 +234,7 @@ def test_options_that_hybrid_attention_does_not_support_are_refused(
     options: dict[str, Any] = {"attention_mask": None, **kwargs}
     with pytest.raises(ValueError, match="no head mask is applied to this model"):
         attention_forward(module, *states, **options)
-    apply_head_mask(model, HeadMask.all_sliding(LAYERS, KV_HEADS), Window(WINDOW))
+    apply_head_mask(model, HeadMask.all_sliding(LAYERS, KV_HEADS, Window(WINDOW)))
     if fault is None:
         out, _ = attention_forward(module, *states, **options)
         torch.testing.assert_close(out, attention_forward(module, *states, None)[0])
@@ -274,12 +274,12 @@ def test_padding_before_or_between_tokens_is_not_ignored() -> None:
 
 
 def test_another_head_mask_on_a_hybrid_is_refused() -> None:
-    hybrid = materialize(small_model(), random_mask(), Window(WINDOW))
+    hybrid = materialize(small_model(), random_mask(Window(WINDOW)))
     with pytest.raises(UserError, match="hybrid already"):
-        apply_head_mask(hybrid, random_mask(), Window(WINDOW))
+        apply_head_mask(hybrid, random_mask(Window(WINDOW)))
     with (
         pytest.raises(UserError, match="hybrid already"),
-        head_mask(hybrid, random_mask(), Window(WINDOW)),
+        head_mask(hybrid, random_mask(Window(WINDOW))),
     ):
         pass
 
@@ -361,9 +361,9 @@ def test_a_temporary_head_mask_is_undone_completely(prepared: bool) -> None:
     model, ids = small_model(), tokens(2, 40)
     if prepared:
         prepare_for_search(model, "eager")
-        apply_head_mask(model, HeadMask.all_sliding(LAYERS, KV_HEADS), Window(3))
+        apply_head_mask(model, HeadMask.all_sliding(LAYERS, KV_HEADS, Window(3)))
     before, plain = _state(model), logits_of(model, ids)
-    with bosch.head_mask(model, random_mask(), Window(WINDOW, 2)) as masked:
+    with bosch.head_mask(model, random_mask(Window(WINDOW, 2))) as masked:
         assert masked is model
         backends = {head_state(module).backend for module in attention_modules(model)}
         assert backends == {"eager" if prepared else "sdpa"}
@@ -371,18 +371,17 @@ def test_a_temporary_head_mask_is_undone_completely(prepared: bool) -> None:
     assert _state(model) == before
     assert torch.equal(logits_of(model, ids), plain) and not torch.allclose(inside, plain)
     expected = small_model()
-    apply_head_mask(expected, random_mask(), Window(WINDOW, 2))
+    apply_head_mask(expected, random_mask(Window(WINDOW, 2)))
     torch.testing.assert_close(logits_of(expected, ids), inside, rtol=1e-4, atol=1e-4)
-    with pytest.raises(KeyError), bosch.head_mask(model, random_mask(), Window(WINDOW), "eager"):
+    with pytest.raises(KeyError), bosch.head_mask(model, random_mask(Window(WINDOW)), "eager"):
         raise KeyError
     assert _state(model) == before
-    two_windows = HeadMask.of_choices([[0, 1, 2, 0]] * LAYERS)
-    for wrong, size, said in (
-        (HeadMask.all_full(LAYERS + 1, KV_HEADS), WINDOW, "the head mask is for 4 layers"),
-        (random_mask(), model.config.max_position_embeddings, "no head would ever slide"),
-        (two_windows, WINDOW, "has heads of 2 windows, and there is only"),
+    longest = Window(model.config.max_position_embeddings)
+    for wrong, said in (
+        (HeadMask.all_full(LAYERS + 1, KV_HEADS), "the head mask is for 4 layers"),
+        (random_mask(longest), "no head would ever slide"),
     ):
-        with pytest.raises(UserError, match=said), bosch.head_mask(model, wrong, Window(size)):
+        with pytest.raises(UserError, match=said), bosch.head_mask(model, wrong):
             pass
         assert _state(model) == before
 
@@ -416,16 +415,15 @@ def test_a_model_spread_over_devices_computes_what_it_does_on_one(tmp_path: Path
     spread = load_model(tmp_path, dtype="float32", device=device_map)
     dispatch_model(spread, device_map, force_hooks=True)
     whole = load_model(tmp_path, dtype="float32", device="cpu")
-    mask, ids, kinds = mask_of(whole.config), tokens(2, 20), (None, Window(WINDOW))
-    layouts = [HeadLayout.search([kind] * KV_HEADS) for kind in kinds]
+    mask, ids = mask_of(whole.config, Window(WINDOW)), tokens(2, 20)
     rows = torch.arange(2)
     batch = Batch(rows, ids, rows, torch.tensor([18, 18]), torch.tensor([3, 4]))
     results = []
     for model in (spread, whole):
         check_hybrid(model, ids)
-        apply_head_mask(model, mask, Window(WINDOW))
-        result = [logits_of(model, ids), gate_gradients(model, batch, mask, layouts)]
-        hybrid = materialize(model, mask, Window(WINDOW))
+        apply_head_mask(model, mask)
+        result = [logits_of(model, ids), gate_gradients(model, batch, mask, mask.menu)]
+        hybrid = materialize(model, mask)
         assert hasattr(hybrid.model.norm, "_hf_hook") == (model is spread)
         results.append([*result, logits_of(hybrid, ids), hybrid.generate(ids, max_new_tokens=4)])
     assert all(map(torch.equal, *results))
@@ -440,14 +438,14 @@ def test_weights_that_are_moved_equal_weights_that_are_copied(family: str, tmp_p
     base = small_model(family).to(torch.bfloat16)
     for buffer in base.buffers():
         buffer.data = buffer.float()
-    mask = mask_of(base.config)
+    mask = mask_of(base.config, Window(WINDOW))
     base.generation_config.max_new_tokens = 3
-    copied = materialize(base, mask, Window(WINDOW))
+    copied = materialize(base, mask)
     assert copied.generation_config.max_new_tokens == 3
     places = [{weight.data_ptr() for weight in one.parameters()} for one in (base, copied)]
     assert places[0].isdisjoint(places[1])
     assert not any(weight.is_meta for weight in base.state_dict().values())
-    hybrid = materialize(base, mask, Window(WINDOW), take_weights=True)
+    hybrid = materialize(base, mask, take_weights=True)
     assert all(weight.is_meta for weight in base.state_dict().values())
     for weights in ("state_dict", "named_buffers"):
         expected, actual = (dict(getattr(model, weights)()) for model in (copied, hybrid))
@@ -490,7 +488,7 @@ def test_float32_weights_of_a_bf16_model_stay_float32(
     model.save_pretrained(tmp_path / "base")
     base = load_model(tmp_path / "base")
     weights = dict(base.state_dict())
-    hybrid = materialize(base, mask_of(base.config), Window(WINDOW), take_weights=take_weights)
+    hybrid = materialize(base, mask_of(base.config, Window(WINDOW)), take_weights=take_weights)
     hybrid.save_pretrained(tmp_path / "hybrid")
     file = load_file(tmp_path / "hybrid" / "model.safetensors")
     loaded = load_model(tmp_path / "hybrid")
@@ -509,7 +507,7 @@ def test_materialising_holds_one_model_and_one_file(tmp_path: Path) -> None:
     weights = [weight.nbytes for weight in base.state_dict().values()]
     small, file = 2**16, 2**22  # small ones: indices and buffers
     with TensorBytes() as held:
-        hybrid = materialize(base, random_mask(), Window(WINDOW), take_weights=True)
+        hybrid = materialize(base, random_mask(Window(WINDOW)), take_weights=True)
     assert sum(weights) <= held.peak <= held.before + max(weights) + small
     layer = sum(weights) // LAYERS  # its experts are split while they are written
     with TensorBytes() as held:

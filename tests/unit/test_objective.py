@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 from bosch import hardware
 from bosch.attention import hybrid_attention
 from bosch.errors import RunError, UserError
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.model.families import decoder_layers
 from bosch.model.fingerprint import model_fingerprint
 from bosch.model.search_mode import (
@@ -34,6 +34,7 @@ from tests.hybrid_case import (
     LAYERS,
     TESTED,
     mask_of,
+    of_choices,
     random_mask,
     small_model,
 )
@@ -43,9 +44,9 @@ from tests.search_case import WINDOW, answered, searchable
 FULL = HeadMask.all_full(LAYERS, KV_HEADS)
 
 
-def plain_score_of(model, calibration, mask, windows):
+def plain_score_of(model, calibration, mask):
     """S(z) by its definition: one example at a time, with all logits."""
-    apply_head_mask(model, mask, windows)
+    apply_head_mask(model, mask)
     exact, log_likelihood = 0, 0.0
     for example in calibration.examples:
         ids = torch.tensor([example.input_ids])
@@ -126,10 +127,12 @@ def test_a_mask_is_scored_by_definition_in_the_operations_that_torch_counts(fami
     objective = Objective(model, calibration, window)
     experts = any(parameter.ndim == 3 for parameter in model.parameters())
     objective.evaluate(full)
-    for mask in (full.with_layer(1, [True, False] * 2), full.with_layer(layers - 1, [False] * 4)):
+    layer, head = np.indices(full.shape)
+    for is_full in ((layer != 1) | (head % 2 == 0), layer != layers - 1):
+        mask = HeadMask.of(is_full, window)
         with CountedFlops() as counter:
             evaluation = objective.evaluate(mask)
-        score, log_likelihood = plain_score_of(model, calibration, mask, window)
+        score, log_likelihood = plain_score_of(model, calibration, mask)
         assert evaluation.score == score
         assert evaluation.log_likelihood == pytest.approx(log_likelihood, abs=1e-4)
         passes = objective.whole_pass_operations(mask) / objective.full_pass_operations
@@ -158,9 +161,9 @@ def test_operations_of_a_gradient_are_those_that_torch_counts(family, sinks, cha
     calibration = answered(model, examples=5)
     objective = Objective(model, calibration, Window(WINDOW, sinks), batch_size=2)
     objective._recomputes = recompute
-    mask = mask_of(model.config)
-    full = HeadMask.all_full(*mask.choices.shape)
-    apply_head_mask(model, full, Window(WINDOW, sinks))
+    mask = mask_of(model.config, Window(WINDOW, sinks))
+    full = HeadMask.all_full(*mask.shape)
+    apply_head_mask(model, full)
     objective.check_output_head()
     with CountedFlops() as counter:
         measured = objective.gate_gradient(mask, share=1, shares=2)
@@ -185,7 +188,7 @@ def searchable_with(family, **changes):
 def test_layers_are_recomputed_bit_for_bit_once_a_gpu_is_too_small(family, monkeypatch, caplog):
     caplog.set_level("INFO")
     objective, _ = searchable_with(family)
-    mask = mask_of(objective.model.config)
+    mask = mask_of(objective.model.config, Window(WINDOW))
     kept = objective.gate_gradient(mask)
     gradients, kinds = objectives.gate_gradients, []
 
@@ -225,7 +228,7 @@ def test_a_gradient_keeps_only_the_input_of_each_layer():
     peaks = []
     for layers in (2, 6):
         objective, calibration = searchable_with("qwen3", num_hidden_layers=layers)
-        mask = HeadMask.all_sliding(layers, KV_HEADS)
+        mask = HeadMask.all_sliding(layers, KV_HEADS, Window(WINDOW))
         objective.evaluate(mask)
         objective._recomputes = True
         with TensorBytes() as memory:
@@ -308,21 +311,22 @@ def test_masks_of_several_windows_are_scored_by_definition():
     scored = set()
     for layer in range(LAYERS):
         first[layer] = generator.integers(0, 4, KV_HEADS)
-        mask = HeadMask.of_choices(first)
+        mask = of_choices(first, windows)
         with CountedFlops() as counter:
             ours = objective.evaluate(mask)
         full = objective.full_pass_operations
         assert round(ours.full_forward_equivalents * full) == counter.total
-        exact, likelihood = plain_score_of(model, calibration, mask, windows)
+        exact, likelihood = plain_score_of(model, calibration, mask)
         assert ours.score == exact
         assert ours.log_likelihood == pytest.approx(likelihood, abs=1e-4)
         scored.add(ours.log_likelihood)
     assert len(scored) == LAYERS
-    assert objective.context.window_size == [2 * WINDOW, WINDOW, 3]
+    assert objective.context.windows == [2 * WINDOW, WINDOW, 3]
     # One window gives bit-identical results alone and in a menu.
-    one = Objective(model, calibration, windows[0], batch_size=4).evaluate(random_mask())
+    mask = random_mask(windows[0])
+    one = Objective(model, calibration, windows[0], batch_size=4).evaluate(mask)
     menu = Objective(model, calibration, windows[::2], batch_size=4)
-    assert menu.evaluate(HeadMask(random_mask().is_full)).log_likelihood == one.log_likelihood
+    assert menu.evaluate(mask).log_likelihood == one.log_likelihood
 
 
 def test_nan_or_infinite_results_end_the_search():
@@ -400,7 +404,7 @@ def test_calibration_files_are_read_or_refused_with_the_reason(tmp_path):
 def test_results_by_example_have_the_mean_of_the_evaluation() -> None:
     model, calibration = searchable()
     objective = Objective(model, calibration, Window(WINDOW), batch_size=2)
-    mask = HeadMask(np.arange(12).reshape(3, 4) % 3 > 0)
+    mask = HeadMask.of(np.arange(12).reshape(3, 4) % 3 > 0, Window(WINDOW))
     results = objective.example_results(mask)
     evaluation = objective.evaluate(mask)
     assert results.shape == (len(calibration), 2) and objective.quantum == 1 / len(calibration)
@@ -427,13 +431,13 @@ def scaled_logits(forward, *args, **kwargs):
 def test_a_model_that_computes_more_than_layers_and_head_is_refused(dtype):
     model, calibration = searchable()
     model.to(dtype)
-    Objective(model, calibration, Window(WINDOW)).evaluate(random_mask())
+    Objective(model, calibration, Window(WINDOW)).evaluate(random_mask(Window(WINDOW)))
     if dtype == torch.float32:
         model.forward = partial(scaled_states, model)
     else:
         model.forward = partial(scaled_logits, model.forward)
     with pytest.raises(UserError, match="head, or its logits after it, in a way that the search"):
-        Objective(model, calibration, Window(WINDOW)).evaluate(random_mask())
+        Objective(model, calibration, Window(WINDOW)).evaluate(random_mask(Window(WINDOW)))
 
 
 def test_rounding_of_two_kernels_in_half_precision_counts_as_equal():

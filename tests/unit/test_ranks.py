@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from bosch import ranks
 from bosch.errors import LostRankError, RunError
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.objective.batches import batches_of_rank
 from bosch.objective.objective import Objective
 from bosch.ranks import Ranks
@@ -24,9 +24,9 @@ from tests.search_case import WINDOW, searchable
 FULL = HeadMask.all_full(LAYERS, KV_HEADS)
 MASKS = [
     FULL,
-    random_mask(0),
-    random_mask(0).with_layer(2, [True] * KV_HEADS),
-    random_mask(0).with_layer(2, [False] * KV_HEADS),
+    random_mask(Window(WINDOW)),
+    HeadMask((*random_mask(Window(WINDOW)).windows[:2], (0,) * KV_HEADS)),
+    HeadMask((*random_mask(Window(WINDOW)).windows[:2], (WINDOW,) * KV_HEADS)),
 ]
 
 
@@ -100,13 +100,15 @@ def test_nan_on_one_rank_fails_on_all():
         if rank == 1:
             with torch.no_grad():
                 objective.model.get_decoder().norm.weight[0] = float("nan")
-        return objective.evaluate(random_mask(0))
+        return objective.evaluate(random_mask(Window(WINDOW)))
 
     assert all("not finite" in message for message in on_ranks(2, broken))
 
 
 def test_ranks_that_measure_different_masks_fail():
-    message = on_ranks(2, lambda objective, rank: objective.evaluate(random_mask(rank)))
+    message = on_ranks(
+        2, lambda objective, rank: objective.evaluate(random_mask(Window(WINDOW), rank))
+    )
     assert all("different head masks" in text for text in message)
 
 

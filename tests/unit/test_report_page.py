@@ -16,9 +16,7 @@ import numpy as np
 import pytest
 
 from bosch.errors import RunError
-from bosch.heads import HeadMask, HeadMaskFile
 from bosch.search.trace import TracePoint
-from bosch.window import Window
 from stages.evaluate.answers import TaskGroup
 from stages.evaluate.scores import write_samples
 from stages.evaluate.stage import EvaluateConfig
@@ -36,6 +34,7 @@ from stages.search.live import LiveView
 from stages.search.stage import SearchConfig
 from tests import report_fixture
 from tests.golden_page import REPORTS, golden_report, outline
+from tests.hybrid_case import sliding_heads
 from tests.search_case import Additive, config_of, evaluator_of
 
 
@@ -150,7 +149,7 @@ def test_a_method_may_name_its_phases_freely(results: Results, tmp_path: Path) -
     evaluator = evaluator_of(Additive(np.ones((1, 3))))
     evaluator.watch = view.update
     for unit, phase in enumerate(("draws", "anchors", "second draws")):
-        evaluator.evaluate(HeadMask(np.arange(3)[None] != unit), phase, "whole mask")
+        evaluator.evaluate(evaluator.mask(np.arange(3) != unit), phase, "whole mask")
     view.close()
     summary = results.main.search.summary.model_copy(update={"trace": evaluator.trace})
     picture = trace(summary, "", "score")
@@ -183,9 +182,9 @@ def test_a_trace_ends_at_the_last_evaluation_and_marks_the_final_mask(
 def test_the_head_mask_shows_each_head_as_in_the_file(results: Results) -> None:
     rows = rows_of(charts.head_mask(results.main.search))
     mask = results.main.search.mask
-    assert len(rows) == mask.num_layers * mask.num_key_value_heads
+    assert len(rows) == mask.mask.is_full.size
     for row in rows:
-        assert (row["series"] == "sliding") == (row["y"] in mask.mask.swa_kv_heads[row["x"]])
+        assert (row["series"] == "sliding") == (row["y"] in sliding_heads(mask.mask)[row["x"]])
 
 
 def test_every_score_of_every_suite_is_on_the_page_and_links_to_samples(
@@ -256,18 +255,6 @@ def test_the_page_states_the_provenance_of_its_numbers(
         "f": "none", "g": "1, 2", "h.0.i": "1",
     }  # fmt: skip
     assert list(flatten({})) == []
-
-
-def test_windows_that_no_head_has_are_not_mentioned(results: Results) -> None:
-    choices, menu = 2 * results.main.search.mask.mask.choices, [Window(128), Window(16)]
-    mask = HeadMaskFile.of(
-        HeadMask.of_choices(choices), menu, model="m", method="front", swa_ratio=0.5
-    )
-    search = replace(results.main.search, mask=mask)
-    assert search.window_sizes == "16" and search.heads.keys() == {None, Window(16)}
-    assert "128" not in str(charts.head_mask(search).chart.to_dict())
-    full = replace(mask, mask=HeadMask.of_choices(0 * choices))
-    assert replace(search, mask=full).window_sizes == "16 and 128"
 
 
 @pytest.mark.usefixtures("only_text")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Phi3Config, Phi3ForCausalLM
 
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.model.families import rope_depends_on_length
 from bosch.model.search_mode import prepare_for_search
 from bosch.objective.calibration import PARTS, CalibrationExample, CalibrationSet

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bosch.baselines import layer_rules
 from bosch.budget import swa_budget
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.objective.evaluation_log import Evaluation
 from bosch.search.ablations import b_layer, b_multi, b_single
 from bosch.search.bosch import (
@@ -27,11 +27,12 @@ from bosch.search.bosch import (
 from bosch.search.groups import layer_groups, max_layers_per_group, split_evenly
 from bosch.search.loss import Anchors, Loss
 from bosch.search.settings import SearchSettings
-from tests.search_case import Additive, evaluator_of, random_costs
+from tests.hybrid_case import sliding_heads
+from tests.search_case import Additive, evaluator_of, mask_of_key, random_costs
 
 
 def full_layers(mask):
-    return [i for i, n in enumerate(mask.full_kv_heads_per_layer) if n]
+    return [i for i, row in enumerate(mask) if row.any()]
 
 
 def test_layer_rules_keep_the_layers_that_their_names_say():
@@ -40,10 +41,11 @@ def test_layer_rules_keep_the_layers_that_their_names_say():
     assert full_layers(layer_rules.intr(8, 4, 0.75)) == [2, 6]
     assert full_layers(layer_rules.intr(8, 4, 0.5)) == [1, 3, 5, 7]
     # The rest, less than a layer, goes to the first heads of the next layer.
-    assert layer_rules.intr(4, 4, 0.625).swa_kv_heads == [[0, 1, 2, 3], [], [0, 1, 2, 3], [2, 3]]
-    assert layer_rules.bme(6, 4, 0.75).swa_kv_heads[0] == []
-    assert layer_rules.bme(6, 4, 0.75).swa_kv_heads[5] == [2, 3]
-    assert layer_rules.rand(16, 4, 0.5, seed=1) != layer_rules.rand(16, 4, 0.5, seed=2)
+    assert sliding_heads(layer_rules.intr(4, 4, 0.625)) == [[0, 1, 2, 3], [], [0, 1, 2, 3], [2, 3]]
+    assert sliding_heads(layer_rules.bme(6, 4, 0.75))[0] == []
+    assert sliding_heads(layer_rules.bme(6, 4, 0.75))[5] == [2, 3]
+    first, second = (layer_rules.rand(16, 4, 0.5, seed=seed) for seed in (1, 2))
+    assert (first != second).any()
 
 
 @given(
@@ -114,7 +116,7 @@ def test_rows_of_layers_have_their_drop_and_their_final_sliding_units():
     }
     for name, values in expected.items():
         assert [row[name] for row in result.layers] == pytest.approx(list(values)), name
-    assert result.mask.full_kv_heads_per_layer == [4 * (1 - row["ratio"]) for row in result.layers]
+    assert result.mask.is_full.sum(1).tolist() == [4 * (1 - row["ratio"]) for row in result.layers]
     assert not any("last phase" in note for note in evaluator.notes)
 
 
@@ -125,12 +127,12 @@ def test_algorithm_one_is_exact_on_an_additive_score():
     options = SearchSettings(0.5, budget_per_layer=6)
     importance = layer_importance(evaluator_of(oracle), options, Loss(Anchors(0.0, 1.0)))
     cheapest = [sorted(np.argsort(row)[:2].tolist()) for row in costs]
-    assert importance.mask.swa_kv_heads == cheapest
+    assert sliding_heads(importance.mask) == cheapest
     expected = 1.0
     for layer in (2, 1, 0):
         expected -= sum(sorted(costs[layer])[:2])
         assert importance.best_scores[layer] == pytest.approx(expected)
-    changed = [HeadMask.from_key(key).is_full.all(axis=1).argmin() for key in oracle.calls]
+    changed = [mask_of_key(key).is_full.all(axis=1).argmin() for key in oracle.calls]
     assert changed == [2] * 6 + [1] * 6 + [0] * 6
 
 
@@ -139,12 +141,12 @@ def test_algorithm_three_searches_groups_jointly_from_all_full():
     oracle = Additive(costs)
     options = SearchSettings(0.5, budget_per_layer=10)
     mask = head_selection(evaluator_of(oracle), options, Loss(Anchors(0.0, 1.0)), [3, 1, 0, 1])
-    assert mask.swa_kv_heads[0] == [0, 1, 2]
-    assert mask.swa_kv_heads[2] == []
+    assert sliding_heads(mask)[0] == [0, 1, 2]
+    assert sliding_heads(mask)[2] == []
     joint = np.concatenate([costs[1], costs[3]])
     chosen = min(combinations(range(6), 2), key=lambda pair: joint[list(pair)].sum())
     units = [(1 if i < 3 else 3, i % 3) for i in chosen]
-    assert [(layer, h) for layer in (1, 3) for h in mask.swa_kv_heads[layer]] == units
+    assert [(layer, h) for layer in (1, 3) for h in sliding_heads(mask)[layer]] == units
     assert len(oracle.calls) == math.comb(6, 2)
 
 
@@ -166,7 +168,7 @@ def test_subgroups_are_neighbours_and_the_deepest_is_searched_first():
     oracle = Additive(random_costs(7, 3, 2, exponent=2))
     options = SearchSettings(0.4, budget_per_layer=8, max_group_variables=6)
     head_selection(evaluator_of(oracle), options, Loss(Anchors(0.0, 1.0)), quotas)
-    changed = [HeadMask.from_key(key).is_full.all(axis=1).argmin() for key in oracle.calls]
+    changed = [mask_of_key(key).is_full.all(axis=1).argmin() for key in oracle.calls]
     searched = [next(group for group in subgroups if layer in group) for layer in changed]
     assert searched == sorted(searched, reverse=True)
     assert [group for group in subgroups if group in searched] == subgroups
@@ -241,15 +243,15 @@ def test_the_best_mask_on_budget_has_the_best_score_then_log_likelihood():
     evaluator.anchors(0.25)
     for unit in (1, 0, 2, 3):
         row = np.arange(4) != unit
-        evaluator.evaluate(HeadMask(row[None]), "swaps", "swap")
-    assert evaluator.best_on_budget[0].swa_kv_heads == [[0]]
+        evaluator.evaluate(evaluator.mask(row), "swaps", "swap")
+    assert sliding_heads(evaluator.best_on_budget[0]) == [[0]]
 
 
 def test_a_better_mask_of_an_earlier_stage_is_returned():
     """Only the mask of Algorithm 1 scores, and the ratios of Algorithm 2 exclude it."""
     costs = np.array([[0.0, 0.1], [0.0, 0.2]])
     oracle = Additive(costs)
-    algorithm_one = HeadMask(np.array([[False, True], [False, True]]))
+    algorithm_one = HeadMask(((1, 0), (1, 0)))
     plain = oracle.evaluate
     oracle.evaluate = lambda mask: Evaluation(0.98, 0.0) if mask == algorithm_one else plain(mask)
     evaluator = evaluator_of(oracle)
@@ -272,7 +274,7 @@ def test_b_multi_searches_groups_of_layers_jointly_top_first():
     evaluator = evaluator_of(Additive(costs))
     # 8 variables hold two layers of three heads: groups of 1, 2 and 2 layers from the top.
     result = b_multi(evaluator, SearchSettings(1 / 3, budget_per_layer=10, max_group_variables=8))
-    assert result.mask.swa_kv_heads == [[1], [2], [0, 2], [], [1]]
+    assert sliding_heads(result.mask) == [[1], [2], [0, 2], [], [1]]
     probes = [point for point in evaluator.trace if point.phase == "layer_importance"]
     assert [point.subproblem for point in probes] == ["layer 4"] * 3 + ["layers 2 to 3"] * 15 + [
         "layers 0 to 1"
@@ -295,7 +297,7 @@ def test_b_layer_makes_its_surplus_full_in_the_layer_that_gains_most():
     evaluator = evaluator_of(Additive(costs))
     # 14 of 16 units: four whole layers hold two units too many.
     result = b_layer(evaluator, SearchSettings(0.875, budget_per_layer=4))
-    assert result.mask.swa_kv_heads == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 3], [0, 1, 2, 3]]
+    assert sliding_heads(result.mask) == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 3], [0, 1, 2, 3]]
     assert any("2 units too many" in note and "layer 2" in note for note in evaluator.notes)
 
 
@@ -307,7 +309,7 @@ def test_b_layer_makes_no_full_layer_full():
 
     evaluator = evaluator_of(Additive(random_costs(3, 4, 0), score))
     result = b_layer(evaluator, SearchSettings(0.5, budget_per_layer=3, strict=True))
-    assert [len(heads) for heads in result.mask.swa_kv_heads] == [0, 2, 4]
+    assert [len(heads) for heads in sliding_heads(result.mask)] == [0, 2, 4]
 
 
 @pytest.mark.parametrize(

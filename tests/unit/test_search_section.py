@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from bosch.errors import UserError
-from bosch.heads import HeadMask, HeadMaskFile
+from bosch.mask_files import HeadMaskFile
+from bosch.masks import HeadMask
 from bosch.model.families import DecoderLayers
 from bosch.search.settings import SearchSettings
 from bosch.window import Window
 from stages.search.budget import Budget, RequestCache, sliding_ratio
-from stages.search.live import mask_file
 from stages.search.stage import SearchConfig
-from tests.search_case import config_of
 
 KINDS = DecoderLayers(
     4, (0, 1, 3), heads=4, head_dim=8, windows={2: 20}, own_heads=2, own_head_dim=4
@@ -53,10 +51,9 @@ def test_a_given_ratio_replaces_the_sections() -> None:
 
 
 def test_a_given_mask_has_its_own_ratio(tmp_path: Path) -> None:
-    mask = HeadMask.from_swa_kv_heads([[0], [0, 1, 2], []], 4)
+    mask = HeadMask(((11, 0, 0, 0), (11, 11, 11, 0), (0, 0, 0, 0)))
     path = tmp_path / "mask.json"
-    file = HeadMaskFile.of(mask, Window(11), model="m", method="given", swa_ratio=1 / 3)
-    file.save(path)
+    HeadMaskFile(mask, "m", "given").save(path)
     search = SearchConfig(
         method="given", budget=Budget(kv_cache="0.5 @ 100"), window_size=11, mask=str(path)
     )
@@ -69,15 +66,3 @@ def test_a_given_mask_has_its_own_ratio(tmp_path: Path) -> None:
             search.kv_heads(kinds, "float32")
     even = SearchConfig(swa_ratio=0.5, window_size=11).kv_heads(KINDS, "float32")
     assert even == [{None: 2, Window(11): 2}] * 3
-
-
-@pytest.mark.parametrize(
-    ("windows", "ratio"), [({"windows": [4, 16]}, 0.75), ({"window_size": 16}, 0.7)]
-)
-def test_a_mask_of_several_windows_has_its_own_ratio_in_the_file(
-    windows: dict[str, Any], ratio: float, tmp_path: Path
-) -> None:
-    """With one window the file has the requested ratio, which 3 of 4 heads meet."""
-    section = SearchConfig(method="given", swa_ratio=0.7, **windows)
-    mask = HeadMask.of_choices([[0, 1], [1, 1]])
-    assert mask_file(config_of(tmp_path, section), mask, 0.5).swa_ratio == ratio

@@ -20,7 +20,7 @@ from bosch.baselines.ranking import rank_units
 from bosch.baselines.razor import mean_attention, razor
 from bosch.budget import swa_budget
 from bosch.errors import RunError, UserError
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.model.families import decoder_layers
 from bosch.model.search_mode import apply_head_mask, prepare_for_search
 from bosch.objective.calibration import CalibrationSet
@@ -29,7 +29,7 @@ from bosch.search.methods import METHODS
 from bosch.search.runs import run_method, static_mask
 from bosch.search.settings import SearchSettings
 from bosch.window import Window
-from tests.hybrid_case import small_config, small_model, tokens
+from tests.hybrid_case import sliding_heads, small_config, small_model, tokens
 from tests.unit.test_training_loss import LargestTensor
 from tests.window_landscapes import WindowLandscape
 
@@ -252,8 +252,8 @@ def test_a_ranking_uses_the_seed_of_the_search():
     for seed in range(4):
         ranked = static_mask("razor", model, calibration, WINDOW, replace(HALF, seed=seed))
         scores = razor(model, calibration, WINDOW, seed=seed)
-        assert ranked == rank_units(scores, HEADS // 2, 0.5, "smallest")
-        masks.add(ranked.mask)
+        assert (ranked.is_full == rank_units(scores, HEADS // 2, 0.5, "smallest").is_full).all()
+        masks.add(ranked.is_full.tobytes())
     assert len(masks) > 1
 
 
@@ -281,7 +281,7 @@ def test_the_most_local_groups_become_sliding_exactly_on_budget(ratio, most_loca
     means = [(row[2 * g] + row[2 * g + 1]) / 2 for row in scores for g in range(4)]
     chosen = sorted(range(12), key=lambda unit: means[unit], reverse=most_local == "largest")
     expected = {(unit // 4, unit % 4) for unit in chosen[:budget]}
-    rows = enumerate(ranked.mask.swa_kv_heads)
+    rows = enumerate(sliding_heads(ranked.is_full))
     computed = {(layer, head) for layer, heads in rows for head in heads}
     assert computed == expected
     assert ranked.tied == 0
@@ -290,7 +290,7 @@ def test_the_most_local_groups_become_sliding_exactly_on_budget(ratio, most_loca
 def test_equal_scores_go_by_index_and_are_counted():
     scores = np.array([[0.0, 0.0, 2.0, 2.0], [2.0, 2.0, 2.0, 2.0]])
     ranked = rank_units(scores, 2, 0.5, "largest")
-    assert ranked.mask.swa_kv_heads == [[1], [0]]
+    assert sliding_heads(ranked.is_full) == [[1], [0]]
     assert ranked.tied == 3
     assert rank_units(scores, 2, 0.75, "largest").tied == 0
     assert rank_units(np.ones((2, 4)), 2, 0.0, "largest").tied == 0
@@ -298,7 +298,7 @@ def test_equal_scores_go_by_index_and_are_counted():
 
 def test_a_unit_of_several_heads_is_ranked_by_their_mean():
     ranked = rank_units(np.array([[0.0, 10.0], [6.0, 6.0]]), 2, 0.5, "smallest", 2)
-    assert ranked.mask.swa_kv_heads == [[0, 1], []]
+    assert sliding_heads(ranked.is_full) == [[0, 1], []]
 
 
 def test_nan_and_infinite_scores_are_refused():
@@ -321,12 +321,12 @@ def test_a_ranking_leaves_the_model_as_it_was():
     model, calibration = case()
     prepare_for_search(model)
     ids = torch.tensor([calibration.examples[0].input_ids])
-    apply_head_mask(model, HeadMask.all_sliding(LAYERS, 4), Window(WINDOW))
+    apply_head_mask(model, HeadMask.all_sliding(LAYERS, 4, Window(WINDOW)))
     before = model(ids).logits
     frozen = model.get_input_embeddings().weight.requires_grad_(False)
     for name in RANKINGS:
         ranked = static_mask(name, model, calibration, WINDOW, HALF)
-        assert int((~ranked.mask.is_full).sum()) == LAYERS * 4 // 2
+        assert int((~ranked.is_full).sum()) == LAYERS * 4 // 2
     assert torch.equal(model(ids).logits, before)
     assert all(p.grad is None for p in model.parameters())
     assert all(p.requires_grad == (p is not frozen) for p in model.parameters())
@@ -360,7 +360,7 @@ def test_a_ranking_finds_the_planted_local_heads(name):
     """
     model, calibration, is_full = planted()
     ranked = static_mask(name, model, calibration, WINDOW, HALF)
-    assert ranked.mask == HeadMask(is_full)
+    assert (ranked.is_full == is_full).all()
 
 
 @pytest.mark.parametrize(("name", "passes"), [("dcam", 1.0), ("razor", None), ("fisher", 4.0)])

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.objective.evaluation_log import Evaluation
+from bosch.window import Window
 from recipes.study.make_composition_model import (
     FIRST_QUESTION,
     KINDS,
@@ -23,6 +24,7 @@ from recipes.study.make_composition_model import (
 from studies.optimality import Standing, masks_on_budget, standing
 from studies.selectors import jaccard_distance, mean_distance, swapped, turnover
 from tests.elsewhere import ROOT
+from tests.hybrid_case import sliding_mask
 
 SCRIPTS = sorted(
     path for path in (ROOT / "studies").glob("*.py") if "__main__" in path.read_text("utf-8")
@@ -31,7 +33,7 @@ SCRIPTS = sorted(
 
 def sliding(*heads: int, of: int = 6) -> HeadMask:
     """One layer in which these heads slide."""
-    return HeadMask.from_swa_kv_heads([list(heads)], of)
+    return sliding_mask([heads], of, Window(8))
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
@@ -70,7 +72,7 @@ def test_distances_of_sets_by_hand() -> None:
 
 
 def test_every_mask_on_budget_is_enumerated_and_ranked() -> None:
-    masks = list(masks_on_budget(2, 2, 0.5))
+    masks = list(masks_on_budget(2, 2, 0.5, Window(8)))
     assert len(set(masks)) == 6 and all(mask.num_sliding == 2 for mask in masks)
     landscape = {mask: Evaluation(number // 2 / 4, -number) for number, mask in enumerate(masks)}
     assert standing(masks[3], landscape) == Standing(0.25, 3.0, 3, 4)

@@ -60,7 +60,7 @@ def test_value_and_gradients_equal_the_models_own(
     """Also with scaled, capped and biased heads, in chunks that do not divide the tokens."""
     monkeypatch.setattr(training_loss, "chunk_tokens", lambda vocabulary: 5)
     base = small_model(family)
-    model = materialize(base, mask_of(base.config), Window(WINDOW)).train()
+    model = materialize(base, mask_of(base.config, Window(WINDOW))).train()
     own = model(**batch(), use_cache=False).loss
     own.backward()
     expected = gradients(model)
@@ -172,7 +172,7 @@ def test_documents_stay_separate_with_every_option(
 ) -> None:
     """With masking, the loss is that of every document on its own."""
     calls = fake_liger(monkeypatch)
-    model = materialize(small_model(), random_mask(), Window(WINDOW)).train()
+    model = materialize(small_model(), random_mask(Window(WINDOW))).train()
     ids = tokens(2, 12)
     rows = [row.split([5, 7]) if masking else [row] for row in ids]
     losses = [
@@ -207,7 +207,7 @@ def test_liger_is_not_used_for_scaled_logits(
     base = small_model(family)
     if fused:
         base.get_output_embeddings().weight.data *= 100
-    model = materialize(base, mask_of(base.config), Window(WINDOW)).train()
+    model = materialize(base, mask_of(base.config, Window(WINDOW))).train()
     expected = model(**batch(), use_cache=False).loss.item()
     install_loss(model, liger=True)
     assert model(**batch())["loss"].item() == pytest.approx(expected, rel=1e-5)

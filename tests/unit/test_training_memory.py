@@ -5,15 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from bosch.attention.context import AttentionContext
-from bosch.budget import LayerHeads
-from bosch.heads import HeadMask
+from bosch.masks import HeadMask
 from bosch.model.loading import auto_class, load_config
 from bosch.model.search_mode import apply_head_mask, prepare_for_search
 from bosch.objective.decoder_shape import DecoderShape
@@ -37,13 +35,21 @@ def job(
     )  # fmt: skip
     shape = DecoderShape.of(config)
     return TrainingJob(
-        shape, options, Runtime(**runtime), TOKENS, rows_of(config), processes, True, capacity
+        shape,
+        options,
+        Runtime(**runtime),
+        TOKENS,
+        mask_for(config).layers,
+        processes,
+        True,
+        capacity,
     )
 
 
-def rows_of(config: Any) -> list[LayerHeads]:
-    heads = config.num_key_value_heads
-    return [{None: heads // 4, WINDOW: heads - heads // 4}] * config.num_hidden_layers
+def mask_for(config: Any) -> HeadMask:
+    """A quarter of each layer's heads is full."""
+    layers, heads = config.num_hidden_layers, config.num_key_value_heads
+    return HeadMask.evenly(layers, heads, layers * (heads - heads // 4), WINDOW)
 
 
 def shape_config(name: str, layers: int) -> Any:
@@ -60,8 +66,7 @@ def bytes_on_fake_tensors(config: Any, checkpointing: str, bf16: bool) -> int:
         config._attn_implementation = "sdpa"
         model = auto_class(config).from_config(config, dtype=torch.float32).train()
         prepare_for_search(model, "sdpa")
-        choices = [np.repeat((0, 1), tuple(row.values())) for row in rows_of(config)]
-        apply_head_mask(model, HeadMask.of_choices(choices), [WINDOW])
+        apply_head_mask(model, mask_for(config))
         install_loss(model)
         if checkpointing == "full":
             recompute_activations(model)

@@ -698,7 +698,7 @@ def test_a_checkpoint_in_bf16_keeps_float32_where_the_base_has_it(tmp_path: Path
             bias.copy_(7 + 0.01 * torch.randn_like(bias))
     base.save_pretrained(tmp_path / "base")
     start = tmp_path / "start"
-    hybrid = materialize(load_model(tmp_path / "base"), random_mask(), Window(8))
+    hybrid = materialize(load_model(tmp_path / "base"), random_mask(Window(8)))
     hybrid.save_pretrained(start)
     (start / "README.md").write_text(f"{UNTRAINED}\n", encoding="utf-8")
     CheckpointWriter(tmp_path, start, torch.bfloat16, "1MB").write(1, hybrid.float())
@@ -709,7 +709,7 @@ def test_a_checkpoint_in_bf16_keeps_float32_where_the_base_has_it(tmp_path: Path
 
 def test_a_checkpoint_in_several_files_equals_what_transformers_saves(tmp_path: Path) -> None:
     """Also experts (one weight in the model, many in the files) and integers."""
-    model = materialize(small_model("qwen3_moe"), random_mask(), Window(8))
+    model = materialize(small_model("qwen3_moe"), random_mask(Window(8)))
     model.register_buffer("count", torch.tensor([3]))
     model.register_buffer("scratch", torch.ones(2))
     vars(model)["_keys_to_ignore_on_save"] = {"scratch"}

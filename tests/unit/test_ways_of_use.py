@@ -51,7 +51,7 @@ _NEAR = {"rtol": 1e-4, "atol": 1e-5}
 
 def _hybrid(layers: int = LAYERS) -> Any:
     model = small_model(num_hidden_layers=layers)
-    return materialize(model, random_mask(layers=layers), Window(WINDOW, SINKS))
+    return materialize(model, random_mask(Window(WINDOW, SINKS), layers=layers))
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +276,7 @@ def test_the_familys_class_refuses_a_hybrids_configuration(name: str, tmp_path: 
     """In whichever way it gets the configuration; the hybrid class takes each of them."""
     model = small_model(name)
     family_class, decoder = type(model), type(model.get_decoder())
-    hybrid = materialize(model, mask_of(model.config), Window(WINDOW, SINKS))
+    hybrid = materialize(model, mask_of(model.config, Window(WINDOW, SINKS)))
     hybrid.save_pretrained(tmp_path)
     loaded = AutoConfig.from_pretrained(tmp_path)
     refusal = "full and sliding heads within a layer: load this model by AutoModelForCausalLM"
@@ -356,7 +356,7 @@ def test_positions_of_a_single_token_are_not_read(
 def test_image_positions_may_restart_in_height_and_width() -> None:
     """Only the first of four planes has the positions in the text, which separate documents."""
     base, ids = small_model("qwen3_vl"), tokens(1, LENGTH)
-    decoder = materialize(base, mask_of(base.config), Window(WINDOW)).get_decoder()
+    decoder = materialize(base, mask_of(base.config, Window(WINDOW))).get_decoder()
     packed = torch.cat([torch.arange(8), torch.arange(12)])[None]
     of_image, in_order = packed.expand(3, 1, -1), torch.arange(LENGTH)[None]
     for positions, is_cached in (
@@ -416,7 +416,7 @@ def test_generate_continues_with_the_users_cache(hybrid: Any, assisted: bool) ->
 def test_the_users_empty_static_cache_works_if_layers_differ(family: str) -> None:
     """If some layers also hold states, or only their own window."""
     base, ids = small_model(family), tokens(2, LENGTH)
-    hybrid = materialize(base, mask_of(base.config), Window(7, 2))
+    hybrid = materialize(base, mask_of(base.config, Window(7, 2)))
     cache = StaticCache(config=hybrid.config, max_cache_len=LENGTH + 8)
     options = {"max_new_tokens": 6, "do_sample": False}
     expected = hybrid.generate(ids, **options)
@@ -435,7 +435,9 @@ def test_attention_weights_with_eager(static: bool) -> None:
     with torch.inference_mode():
         whole = model(ids, use_cache=False, **options).attentions
         assert len(whole) == LAYERS and whole[0].shape == (2, 8, LENGTH, LENGTH)
-        for weights, count in zip(whole, random_mask().full_kv_heads_per_layer, strict=True):
+        for weights, count in zip(
+            whole, random_mask(Window(WINDOW)).is_full.sum(1).tolist(), strict=True
+        ):
             real = weights[:, :, 4:]
             torch.testing.assert_close(real.sum(-1), torch.ones_like(real[..., 0]))
             far = weights[0, :, -1, SINKS : LENGTH - WINDOW]

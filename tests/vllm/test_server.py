@@ -81,10 +81,9 @@ def test_completions_have_transformers_logprobs(client: OpenAI, folder: Path, te
 
 def test_the_cache_holds_what_the_plan_states(client: OpenAI, log: Path) -> None:
     """With the documented command, which sets only the memory of the cache."""
-    file = QUICKSTART_MASK
     config = json.loads((QUICKSTART / "config.json").read_text())
     length = config["max_position_embeddings"]
-    plan = module_plan(engine_heads(file.mask.heads_per_layer(file.windows)))
+    plan = module_plan(engine_heads(QUICKSTART_MASK.mask.layers))
     in_flight = batch_tokens(plan.sliding_windows, 2048)
     request = Request(length, CPU_BLOCK_SIZE, in_flight)
     held = plan.request_bytes(request, 2 * config["head_dim"] * 4)

@@ -114,8 +114,8 @@ def test_the_plugin_sets_only_options_that_the_user_left_out(folder: Path) -> No
 
 
 def test_three_windows_equal_generate_and_the_plan(tmp_path: Path) -> None:
-    file = save_menu_hybrid(tmp_path, "qwen3", [WINDOW + 8, 24, 9])
-    plan = module_plan(engine_heads(file.mask.heads_per_layer(file.windows)))
+    mask = save_menu_hybrid(tmp_path, "qwen3", [WINDOW + 8, 24, 9])
+    plan = module_plan(engine_heads(mask.layers))
     assert plan.sliding_windows == {9, 24, WINDOW + 8}
     prompts = random_prompts(LENGTHS, seed=3)
     reference = load_reference(tmp_path)

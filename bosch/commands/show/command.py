@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Iterable
 
 from bosch.commands import Command, print_json
+from bosch.masks import HeadMask
 from bosch.model.cache_size import states_text
 
 COMMAND = Command("say which heads of a hybrid model slide and what its KV cache holds", json=True)
@@ -23,17 +23,19 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_json(record)
         return 0
-    full, heads = record["full_kv_heads_per_layer"], record["key_value_heads_per_layer"]
-    sinks = f" and {record['sinks']} sinks" if record["sinks"] else ""
-    sliding = record.get("swa_kv_heads_per_layer", {})
-    sizes = record.get("window_sizes") or [record["window_size"]]
-    count, total = sum(full.values()), heads * len(full)
-    others = f"; the others see {_joined(sizes)} tokens{sinks}" if count < total else ""
-    print(f"{record['model']}: {record['model_type']}, {count} of {total} KV heads full{others}")
-    print("full KV heads by layer:", ", ".join(f"{layer}: {n}" for layer, n in full.items()))
-    if sliding:
-        counts = (f"{layer}: {' + '.join(map(str, n))}" for layer, n in sliding.items())
-        print(f"KV heads with {_joined(sizes)} tokens by layer:", ", ".join(counts))
+    mask = HeadMask(record["windows"], record["sinks"])
+    sinks = f" and {mask.sinks} sinks" if mask.sinks else ""
+    sizes = " or ".join(f"{window.size:,}" for window in mask.menu)
+    total = mask.shape[0] * mask.shape[1]
+    others = f"; the others see {sizes} tokens{sinks}" if sizes else ""
+    print(
+        f"{record['model']}: {record['model_type']}, {total - mask.num_sliding} of {total} KV "
+        f"heads full{others}"
+    )
+    kinds = " + ".join(["full", *(f"{window.size:,}" for window in mask.menu)])
+    rows = zip(record["layers"], mask.layers, strict=True)
+    counts = (f"{layer}: {' + '.join(map(str, row.values()))}" for layer, row in rows)
+    print(f"KV heads by layer ({kinds}):", ", ".join(counts))
     beside = states_text(record["layers_with_states"])
     for entry in record["cache_bytes"]:
         hybrid, original = (entry[name] / 2**20 for name in ("hybrid", "original"))
@@ -42,7 +44,3 @@ def run(options: argparse.Namespace) -> int:
             f"{original:,.2f}{beside}"
         )
     return 0
-
-
-def _joined(sizes: Iterable[int]) -> str:
-    return " or ".join(f"{size:,}" for size in sizes)

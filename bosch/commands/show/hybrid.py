@@ -6,9 +6,8 @@ from typing import Any
 
 from bosch.errors import UserError
 from bosch.model.cache_size import CacheSize
-from bosch.model.configuration import is_hybrid
+from bosch.model.configuration import hybrid_mask, is_hybrid
 from bosch.model.families import decoder_layers, text_config
-from bosch.model.head_table import head_counts, heads_by_window
 from bosch.model.loading import load_config
 
 _LENGTHS = (1024, 8 * 1024, 32 * 1024, 128 * 1024)
@@ -19,21 +18,17 @@ def hybrid_record(model: str) -> dict[str, Any]:
     config = load_config(model)
     if not is_hybrid(config):
         raise UserError(f"{model} is no hybrid model; expected a model that bosch has written")
-    kinds, rows = decoder_layers(config), heads_by_window(config)
+    kinds, mask = decoder_layers(config), hybrid_mask(config)
     # The dtype of the whole model, as in transformers; that of its text decoder may be outdated.
     # Models with 8-bit weights cache 16 bits; an unknown dtype counts as 16 bits.
     itemsize = max(getattr(config.dtype or text_config(config).dtype, "itemsize", 2), 2)
     # The bytes of states are known only after a forward pass.
-    size = CacheSize.of(rows, kinds, itemsize, state_bytes=0)
-    table = head_counts(rows)
-    for name, values in table.items():
-        if name.endswith("_per_layer"):
-            table[name] = dict(zip(map(str, kinds.full), values, strict=True))
+    size = CacheSize.of(mask.layers, kinds, itemsize, state_bytes=0)
     return {
         "model": model,
         "model_type": config.model_type,
-        "key_value_heads_per_layer": kinds.heads,
-        **table,
+        "layers": list(kinds.full),
+        **mask.content,
         "cache_bytes": [
             {"tokens": n, "hybrid": size.dynamic(n), "original": size.original(n)} for n in _LENGTHS
         ],
