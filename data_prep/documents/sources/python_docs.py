@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import sysconfig
 import tokenize
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from bosch.errors import UserError
@@ -26,11 +27,7 @@ class _PythonDocs(Kind):
     def parts(self, source: Source, seed: int, sequence_length: int) -> Iterable[Part]:
         """The modules, sorted by name; all topics are one part."""
         library = Path(sysconfig.get_paths()["stdlib"])
-        files = sorted(
-            path
-            for path in library.rglob("*.py")
-            if not _EXCLUDED_FOLDERS.intersection(path.relative_to(library).parts[:-1])
-        )
+        files = sorted(_modules(library))
         if not files:
             raise UserError(
                 f"source {source.name}: the standard library's source is not in {library}"
@@ -46,6 +43,12 @@ class _PythonDocs(Kind):
                     yield file.read()
             except (SyntaxError, UnicodeDecodeError):
                 logger.warning("source %s: left out %s, which is not text", source.name, path)
+
+
+def _modules(library: Path) -> Iterator[Path]:
+    for folder, folders, names in os.walk(library):
+        folders[:] = [name for name in folders if name not in _EXCLUDED_FOLDERS]
+        yield from (Path(folder, name) for name in names if name.endswith(".py"))
 
 
 KIND = _PythonDocs()
