@@ -1,4 +1,4 @@
-"""Files: written so that a crash leaves the old or the new content; only regular ones are read."""
+"""Files: written so that a crash leaves the old or the new content."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import stat
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any
 
 from bosch.errors import RunError, UserError, is_disk_full
 
@@ -23,7 +23,6 @@ _FILE_MAY_BE_INTACT = frozenset(
     {errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EACCES, errno.EPERM, errno.EMFILE,
      errno.ENFILE, errno.ENOMEM}
 )  # fmt: skip
-NOT_REGULAR = "is a pipe, socket or device; only regular files are read"
 
 
 def almost_full(folder: Path) -> bool:
@@ -169,7 +168,7 @@ def read_record(path: Path) -> Any:
 def load_json(path: str | os.PathLike[str]) -> Any:
     """The value of a JSON file. Raises OSError, or ValueError for any fault in the content."""
     try:
-        return json.loads(read_regular(path).decode())
+        return json.loads(Path(path).read_bytes().decode())
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -185,33 +184,9 @@ def load_user_json(path: str | os.PathLike[str], advice: str) -> Any:
         raise UserError(f"{path} cannot be read as JSON ({reason}); {advice}") from None
 
 
-def read_regular(path: str | os.PathLike[str]) -> bytes:
-    """A regular file's bytes. Raises OSError."""
-    with open_regular(path) as file:
-        return file.read()
-
-
-def open_regular(path: str | os.PathLike[str], buffering: int = -1) -> BinaryIO:
-    """A file opened to read bytes; OSError also for a pipe, socket or device, which could block."""
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        _refuse(path)
-    # Does not block if a pipe has replaced the file in between.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        _refuse(path)
-    return open(descriptor, "rb", buffering=buffering)
-
-
-def _refuse(path: str | os.PathLike[str]) -> NoReturn:
-    if os.path.isdir(path):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    raise OSError(errno.EINVAL, NOT_REGULAR, str(path))
-
-
 def file_digest(path: Path) -> str:
     """SHA-256 of a file's bytes. Raises OSError with the file's name."""
-    with open_regular(path, buffering=0) as file:
+    with path.open("rb", buffering=0) as file:
         try:
             return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
         except OSError as error:
@@ -295,17 +270,6 @@ def remove_empty_folders(folder: Path) -> None:
     for directory, _, _ in os.walk(folder, topdown=False):
         if Path(directory) != folder and not os.listdir(directory):
             os.rmdir(directory)
-
-
-def irregular_entries(folder: Path) -> list[str]:
-    """Names in a folder of pipes, sockets and devices, and of links to one."""
-    names = []
-    for entry in os.scandir(folder):
-        with contextlib.suppress(OSError):
-            mode = entry.stat().st_mode
-            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-                names.append(entry.name)
-    return sorted(names)
 
 
 def sync_tree(folder: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from bosch.errors import RunError
-from bosch.files import make_folder, open_regular, sync, write_text
+from bosch.files import make_folder, sync, write_text
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Journal:
         KeyError, TypeError or ValueError. Raises RunError if the file cannot be read.
         """
         try:
-            with open_regular(self.path) as file:
+            with self.path.open("rb") as file:
                 file.seek(self._offset)
                 content = file.read()
         except FileNotFoundError:

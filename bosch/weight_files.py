@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from bosch.errors import UserError
-from bosch.files import load_user_json, open_regular
+from bosch.files import load_user_json
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -65,7 +65,7 @@ def code_files(directory: Path) -> list[str]:
 def _check_safetensors(path: Path) -> None:
     try:
         size = path.stat().st_size
-        with open_regular(path) as file:
+        with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > size - 8:
                 raise ValueError("its header is cut short")

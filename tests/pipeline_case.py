@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
 import os
@@ -103,6 +104,7 @@ def lose(patch: pytest.MonkeyPatch, lost: Path, number: int = errno.ESTALE) -> N
 
     for name in ("stat", "scandir", "listdir"):
         patch.setattr(os, name, checked(getattr(os, name)))
+    patch.setattr(io, "open", checked(io.open))  # which pathlib calls
     for name, old in (("exists", "exists"), ("is_dir", "isdir"), ("is_file", "isfile")):
         patch.setattr(Path, name, getattr(os.path, old))
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from bosch.errors import UserError
-from bosch.files import read_regular
 from bosch.model.families import HYBRID_PREFIX, rope_of
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -48,7 +47,7 @@ def original_positions(config: Mapping[str, Any], card: Path | None = None) -> i
         if isinstance(value, int):
             return value
     try:
-        text = read_regular(card).decode() if card is not None else ""
+        text = card.read_bytes().decode() if card is not None else ""
     except (OSError, ValueError):
         return None
     lengths = {int(number) for number in _IN_CARD.findall(text)}

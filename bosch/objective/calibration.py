@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from bosch.errors import UserError
-from bosch.files import read_regular
 
 # An id of six digits takes eight bytes with comma and blank; the rest is for other fields.
 # A gradient is taken over one of at most this many parts of the set, in turn.
@@ -54,7 +53,7 @@ class CalibrationSet:
         """Read a search's `calibration.jsonl`; raises UserError if it is missing or bad."""
         advice = "run the search again with --force search"
         try:
-            lines = read_regular(path).splitlines()
+            lines = path.read_bytes().splitlines()
             return cls.from_records(map(_record, filter(bytes.strip, lines)))
         except OSError as error:
             raise UserError(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from bosch.errors import UserError
 
@@ -19,10 +19,17 @@ class _Model(BaseModel):
     model_config = ConfigDict(frozen=True)
 
 
+def _inside(name: str) -> str:
+    """A file name in the index's folder."""
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"{name} leads out of the folder")
+    return name
+
+
 class ShardFile(_Model):
     """A file of a shard, plain or compressed."""
 
-    basename: str
+    basename: Annotated[str, AfterValidator(_inside)]
     size: int = Field(alias="bytes")
     hashes: dict[str, str] = {}
 

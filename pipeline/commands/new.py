@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bosch.commands import Command
 from bosch.errors import UserError, control_character
-from bosch.files import NOT_REGULAR, read_json, write_text
+from bosch.files import read_json, write_text
 from data_prep.documents.mds_index import INDEX
 from data_prep.documents.sources import KINDS, Source
 from data_prep.source_files import files_below
@@ -197,8 +197,6 @@ def _kind(data: str, path: Path) -> str:
         if is_hub_name(data, Path.cwd()):
             return "huggingface"
         raise UserError(f"--data {data}: there is no such file or folder, and it is no hub name")
-    if not path.is_file() and not path.is_dir():
-        raise UserError(f"--data {data}: {NOT_REGULAR}")
     names = _names(path)
     if not names:
         raise UserError(f"--data {data}: is an empty folder")

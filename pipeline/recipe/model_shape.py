@@ -12,7 +12,7 @@ from typing import Any
 from huggingface_hub import constants
 
 from bosch.errors import UserError
-from bosch.files import NOT_REGULAR, check_hub_cache, irregular_entries, load_user_json
+from bosch.files import check_hub_cache, load_user_json
 from bosch.model.untrusted import config_faults, model_file_faults
 from bosch.weight_files import INDEX, weight_faults
 from data_prep.source_files import tokenizer_files
@@ -153,13 +153,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def file_faults(directory: Path) -> Iterator[Fault]:
-    """Faults of a directory's files other than config.json.
-
-    They are pipes and devices, a missing or damaged tokenizer or weights, and JSON that exceeds the
-    limits or names code.
-    """
-    for name in irregular_entries(directory):
-        yield Fault(_PATH, f"{directory / name} {NOT_REGULAR}; remove it")
+    """A missing tokenizer, missing or damaged weights, and JSON that names code."""
     if not has_tokenizer(directory):
         yield Fault(_PATH, f"{directory} has no tokenizer files (tokenizer.json)")
     for text in (

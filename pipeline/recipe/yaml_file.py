@@ -13,7 +13,6 @@ from typing import Any
 import yaml
 
 from bosch.errors import UserError
-from bosch.files import read_regular
 
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -66,8 +65,6 @@ def parse_yaml(text: str, where: str) -> Any:
         # PyYAML splits some sentences: "expected a single document", "but found another".
         reason = ", ".join(part for part in (error.context, error.problem) if part)
         raise UserError(f"{where}{line}: not valid YAML: {reason}") from None
-    except RecursionError:
-        raise UserError(f"{where}: not valid YAML: nested too deeply") from None
     except (yaml.YAMLError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{where}: not valid YAML: {reason}") from None
@@ -83,18 +80,11 @@ def _unshared(value: Any) -> Any:
 def read_mapping(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file; raises UserError if it has none."""
     try:
-        text = read_regular(path).decode()
-    except FileNotFoundError:
-        raise UserError(f"{path}: there is no such recipe file") from None
-    except IsADirectoryError:
-        raise UserError(f"{path}: is a folder; a recipe is one YAML file") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+        text = path.read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{path}: cannot be read: {reason}") from None
     value = parse_yaml(text, str(path))
-    if value is None:
-        raise UserError(f"{path}: is empty; a recipe needs at least model, prepare and search")
     if not isinstance(value, dict):
         raise UserError(f"{path}: holds no mapping; expected keys such as 'model:'")
     return {str(key): item for key, item in value.items()}

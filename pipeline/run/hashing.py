@@ -11,7 +11,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from bosch.files import file_digest, open_regular, write_text
+from bosch.files import file_digest, write_text
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +83,7 @@ class FileHasher:
 
 def _read_cache(path: Path) -> dict[str, list[Any]]:
     try:
-        with open_regular(path) as file:  # of any size: 300,000 files take 64 MiB
-            content = json.loads(file.read())
+        content = json.loads(path.read_bytes())  # of any size: 300,000 files take 64 MiB
     except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(content, dict):

@@ -10,7 +10,7 @@ import yaml
 from pydantic import Field
 
 from bosch.errors import RunError
-from bosch.files import read_json, read_regular
+from bosch.files import read_json
 from bosch.model.stored_config import StoredConfig
 from bosch.model.untrusted import lasting_quantiser
 from bosch.search.methods import METHODS
@@ -88,7 +88,7 @@ def licence_of(card: Path) -> dict[str, str]:
     Only these lines are parsed, since the card is untrusted.
     """
     try:
-        lines = read_regular(card).decode().splitlines()
+        lines = card.read_bytes().decode().splitlines()
     except (OSError, ValueError):
         return {}
     if not lines or lines[0].strip() != _FRONT or _FRONT not in lines[1:]:

@@ -1,4 +1,4 @@
-"""Nothing is imported from the current directory: not by a command and not by its stages."""
+"""Nothing is imported from the current directory: not by a command, its stages or launch/*.sh."""
 
 from __future__ import annotations
 
@@ -76,6 +76,35 @@ def test_a_stage_imports_nothing_from_the_current_directory(
     summary = launch(what, World(processes_per_node=1))
     assert summary == {"stage": "report", "rank": 0}
     assert json.loads((work / "output.json").read_text())["world"] == "1"
+
+
+def test_launch_scripts_import_nothing_from_the_current_directory(
+    tmp_path: Path, more_hostile: Path
+) -> None:
+    """A Python without packages is not taken for one that has them; torchrun.sh runs a recipe."""
+    root = tmp_path / "checkout"
+    shutil.copytree(ROOT / "launch", root / "launch")
+    (root / "pipeline").mkdir()
+    (root / "pipeline" / "__main__.py").write_text("import yaml, sys; print(sys.argv[1:])")
+    python = root / ".venv" / "bin" / "python"
+    (root / "launch" / "setup.sh").write_text(
+        f"#!/bin/sh\necho set up\nmkdir -p {python.parent}\nln -sf {sys.executable} {python}\n"
+        f"cp {Path(sys.executable).parents[1]}/pyvenv.cfg {root}/.venv/ 2>/dev/null || true\n"
+    )
+    for name in ("transformers", "accelerate", "datasets", "PyNomad", "altair", "rich"):
+        (more_hostile / f"{name}.py").touch()
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("python", "python3"):
+        (bare / name).write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+        (bare / name).chmod(0o755)
+    script = [f"{root}/launch/torchrun.sh", "recipe.yaml"]
+    own = {"PATH": f"{bare}:/usr/bin:/bin", "BOSCH_PYTHON": ""}
+    site = next(path for path in sys.path if path.endswith("site-packages"))
+    done = _run(script, more_hostile, **own, PYTHONPATH="::")
+    assert done.stdout.splitlines()[0] == "set up", done.stderr
+    done = _run(script, more_hostile, **own, PYTHONPATH=f":{site}:")
+    assert done.stdout.splitlines()[-1] == "['run', 'recipe.yaml']", done.stderr
 
 
 def test_a_python_without_the_packages_gets_one_sentence(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import fcntl
 import json
 import multiprocessing
 import operator
-import os
 import zlib
 from pathlib import Path
 
@@ -154,9 +153,6 @@ def test_a_file_that_cannot_be_written_or_read_raises_run_error(tmp_path: Path) 
         Journal(tmp_path / "file" / "journal.jsonl").replace([{}])
     with pytest.raises(RunError, match="cannot be read"):
         Journal(tmp_path).read_new(dict)
-    os.mkfifo(tmp_path / "journal.jsonl")  # not waited for
-    with pytest.raises(RunError, match=r"journal\.jsonl: cannot be read \(is a pipe"):
-        Journal(tmp_path / "journal.jsonl").read_new(dict)
 
 
 def test_a_complete_line_of_another_kind_is_damaged(tmp_path: Path) -> None:

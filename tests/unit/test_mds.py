@@ -145,6 +145,7 @@ def test_truncated_missing_and_other_shards_are_refused(tmp_path):
         ("shards.0.version", 3),
         ("shards.0.raw_data", None),
         ("shards.0.samples", "x"),
+        ("shards.0.raw_data.basename", "../x"),
     ],
 )
 def test_wrong_values_in_the_index_are_reported(tmp_path, place, value):

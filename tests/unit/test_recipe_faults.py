@@ -184,29 +184,19 @@ def _check_lines(message: str, starts: list[str]) -> None:
 
 
 def test_unreadable_files_are_named(case: Case, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="there is no such recipe file"):
-        load_recipe(tmp_path / "none.yaml")
-    with pytest.raises(UserError, match="is a folder"):
-        load_recipe(tmp_path)
+    for path in (tmp_path / "none.yaml", tmp_path):
+        with pytest.raises(UserError, match=f"{path}: cannot be read: "):
+            load_recipe(path)
     for text, expected in (
-        ("", "is empty"),
-        ("- a", "bad.yaml: holds no mapping; expected keys such as 'model:'"),
-        ("5", "holds no mapping"),
+        ("", "bad.yaml: holds no mapping; expected keys such as 'model:'"),
         ("a: 1\n---\nb: 2", "bad.yaml:2: .* expected a single document in the stream, but found"),
-        ("a: &a 1\nb: &a 2", "bad.yaml:2: not valid YAML: found duplicate anchor"),
-        ("a: [1", r"bad.yaml:\d+: not valid YAML"),
         ("a: 1\nb: 2\na: 3", r"bad.yaml:3: not valid YAML: the key 'a' appears here a second time"),
         ("a: !!python/object/apply:os.getcwd []", "not valid YAML"),
-        ("a: 1\n[1]: 2", "bad.yaml:2: not valid YAML: .*, found unhashable key"),
-        ("a: \x01", "bad.yaml: not valid YAML: unacceptable character #x0001"),
     ):
         bad = tmp_path / "bad.yaml"
         bad.write_text(text)
         with pytest.raises(UserError, match=expected):
             load_recipe(bad)
-    bad.write_bytes(b"a: \xff\xfe")
-    with pytest.raises(UserError, match="not UTF-8"):
-        load_recipe(bad)
 
 
 def test_unquoted_words_are_read_as_text(case: Case) -> None:

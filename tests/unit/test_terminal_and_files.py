@@ -7,11 +7,9 @@ import io
 import json
 import os
 import resource
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -108,54 +106,6 @@ def test_a_target_that_may_not_be_written_is_named(
         capsys.readouterr().err
         == f"error: --output my_model.yaml: {case.folder} cannot be written to\n"
     )
-
-
-@pytest.fixture
-def alarm() -> Iterator[None]:
-    """Ends a test that waits for something that never happens."""
-
-    def ring(signum: int, frame: object) -> None:
-        raise AssertionError("it waits for a writer")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(60)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
-
-
-_PLACES = {
-    "recipe": ("tiny.yaml", []),
-    "config": ("model/config.json", []),
-    "weights": ("model/model.safetensors", []),
-    "mask": ("mask.json", ["search.method=given", "search.mask={}"]),
-}
-
-
-@pytest.mark.parametrize(
-    ("place", "make"),
-    [
-        *((place, os.mkfifo) for place in _PLACES),
-        # A regular file that opens, but whose reads all fail.
-        ("mask", lambda path: path.symlink_to("/proc/self/mem")),
-    ],
-)
-@pytest.mark.usefixtures("alarm")
-def test_files_that_are_not_regular_are_reported_and_not_read(
-    case: Case,
-    capsys: pytest.CaptureFixture[str],
-    place: str,
-    make: Callable[[Path], None],
-) -> None:
-    name, overrides = _PLACES[place]
-    path = case.folder / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    make(path)
-    given = [override.format(path, folder=path.parent) for override in overrides]
-    for command in ("validate", "status"):
-        assert cli.main([command, str(case.file), *given]) == 2
-        assert path.name in capsys.readouterr().err
 
 
 def test_a_folder_that_another_process_makes_at_the_same_time_is_no_failure(

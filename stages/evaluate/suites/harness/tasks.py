@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from bosch.errors import UserError
-from bosch.files import read_regular
 from stages.evaluate.answers import TaskGroup
 from stages.evaluate.suites.harness import NO_HARNESS, HarnessEvaluation
 from stages.faults import Fault
@@ -363,7 +362,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     Raises ValueError with the file and, for an invalid object, its line.
     """
     try:
-        content = read_regular(path)
+        content = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     records = dict[int, dict[str, Any]]()  # by line
