@@ -115,8 +115,7 @@ class StageConfig(Generic[OwnSection]):
     """Resolved configuration of one stage.
 
     `section` is the stage's section of the recipe; `upstream` holds the sections of the stages it
-    depends on, by recipe key. `runtime` is not part of the stage's key. `other_stages` are all
-    other stages that a recipe may have.
+    depends on, by recipe key. `runtime` is not part of the stage's key.
     """
 
     section: OwnSection
@@ -124,7 +123,6 @@ class StageConfig(Generic[OwnSection]):
     seed: int
     runtime: Runtime
     upstream: Mapping[str, Section] = field(default_factory=dict)
-    other_stages: tuple[str, ...] = ()
 
     def upstream_section(self, kind: type[AnySection]) -> AnySection:
         """The upstream section of type `kind`; raises StopIteration if there is none."""

@@ -174,7 +174,6 @@ def config(inputs: dict[str, Path], **section: Any) -> StageConfig:
         seed=17,
         runtime=Runtime(),
         upstream={stage: sections[stage] for stage in inputs if stage in sections},
-        other_stages=tuple(sections),
     )
 
 

@@ -285,7 +285,6 @@ class Runner:
                 name: str(self._output(self._node(found))) for name, found in node.inputs.items()
             },
             "work_dir": str(work),
-            "other_stages": [s.name for s in self.loaded.stages if s is not node.stage],
             "log_level": recipe.runtime.log_level,
         }
 

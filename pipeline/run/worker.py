@@ -37,7 +37,6 @@ def execute(order: Mapping[str, Any]) -> dict[str, Any]:
         seed=order["seed"],
         runtime=_section(order["runtime"]),
         upstream={name: _section(section) for name, section in order["upstream"].items()},
-        other_stages=tuple(order.get("other_stages", ())),
     )
     module, _, name = str(order["function"]).partition(":")
     function = getattr(importlib.import_module(module), name)

@@ -59,7 +59,7 @@ def summarize(results: Results, section: ReportConfig) -> dict[str, Any]:
     main, price = results.main, section.gpu_hour_price
     search, decision = main.search, decide(results, section.margin)
     lengths = results.lengths or [main.config.max_positions or 32 * 1024]
-    budget, models = main.materialized.budget, model_table(results)
+    models = model_table(results)
     return {
         "title": section.title,
         "model": search.mask.model,
@@ -81,21 +81,10 @@ def summarize(results: Results, section: ReportConfig) -> dict[str, Any]:
             for model in results.models
         ],
         "table": models.records if models is not None else [],
-        "measured": [
-            point.model_dump(mode="json", include={"length", "over_original"})
-            for point in results.measured_points
-        ],
-        "swa_ratio": search.sliding / search.total,
-        "window_sizes": [window.size for window in search.windows[::-1]],
-        "sinks": search.mask.mask.sinks,
         "kv_cache_bytes": {str(length): main.caches(length)._asdict() for length in lengths},
-        **({} if budget is None else {"budget": budget.model_dump()}),
-        **({} if search.front is None else {"point": main.materialized.point}),
-        "stage_seconds": results.stage_seconds,
         "gpu_hours": results.gpu_hours,
         "cost": None if price is None
         else {section.currency: round(price * results.total_gpu_hours, 2)},
-        "absent_stages": list(results.absent),
     }  # fmt: skip
 
 

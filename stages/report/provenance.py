@@ -19,7 +19,6 @@ def provenance(config: StageConfig[ReportConfig], results: Results) -> dict[str,
     recipe = {"seed": config.seed, "model": config.model.model_dump(mode="json")}
     recipe |= {key: section.model_dump(mode="json") for key, section in config.upstream.items()}
     stages = {name: _facts(manifest) for name, manifest in results.manifests.items()}
-    stages |= dict.fromkeys(results.absent, "not part of this recipe")
     versions: dict[str, dict[str, None]] = {}
     for manifest in results.manifests.values():
         for name, version in manifest.packages.items():

@@ -6,21 +6,20 @@ lacks a file of its output is an error, never an empty picture.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bosch.files import exists
 from bosch.mask_files import Front, HeadMaskFile
-from bosch.model.cache_size import CacheSize, OwnWindow
+from bosch.model.cache_size import CacheSize
 from bosch.model.stored_config import StoredConfig
 from bosch.vllm.plan import request_bytes
 from bosch.window import Window, windows_text
 from stages.evaluate.scores import HYBRID, ORIGINAL, PositionLoss, Scores, SuiteScores, read_samples
 from stages.materialize.stage import MODEL, MaterializeSummary, read_model_config
 from stages.measure.stage import Efficiency, Point
-from stages.prepare.stage import Statistics
 from stages.published import Manifest
 from stages.search.stage import FRONT, HEAD_MASK, SearchSummary
 from stages.train.stage import TrainConfig, TrainingStep, checkpoint_tokens, read_metrics
@@ -56,12 +55,6 @@ class Search:
     def windows(self) -> tuple[Window, ...]:
         """The windows of sliding heads from the widest down."""
         return self.mask.mask.menu
-
-    @property
-    def heads(self) -> dict[Window | None, int]:
-        """KV heads of the whole model by window; None: full heads."""
-        rows = self.mask.mask.layers
-        return {window: sum(row[window] for row in rows) for window in (None, *self.windows)}
 
     @property
     def window_sizes(self) -> str:
@@ -123,7 +116,6 @@ class Branch:
 
     search: Search
     materialized: MaterializeSummary
-    cache: CacheSize
     config: StoredConfig
     scores: Scores
     samples: Mapping[str, SampleScores]
@@ -135,15 +127,9 @@ class Branch:
         search = Search.read(inputs["search"], inputs["materialize"])
         materialized = MaterializeSummary.read(inputs["materialize"])
         scores = Scores.read(inputs["evaluate"]) if "evaluate" in inputs else Scores(checkpoints={})
-        cache = CacheSize(
-            bytes_per_head=materialized.kv_cache_bytes_per_token_before // search.total,
-            heads=search.heads,
-            own_windows=tuple(OwnWindow(**fields) for fields in materialized.own_windows),
-            state_bytes=materialized.state_bytes,
-        )
         config = read_model_config(inputs["materialize"])
         samples = sample_scores(answers(inputs), scores)
-        return cls(search, materialized, cache, config, scores, samples, dict(inputs))
+        return cls(search, materialized, config, scores, samples, dict(inputs))
 
     @property
     def names(self) -> list[str]:
@@ -155,11 +141,13 @@ class Branch:
     def caches(self, tokens: int) -> Caches:
         """The caches of one request of `tokens` tokens."""
         rows = self.search.mask.mask.layers
-        kinds = self.config.kinds
+        kinds, summary = self.config.kinds, self.materialized
         full: list[dict[Window | None, int]] = [{None: sum(row.values())} for row in rows]
-        itemsize = self.cache.bytes_per_head // (2 * kinds.head_dim)
+        bytes_per_head = summary.kv_cache_bytes_per_token_before // self.search.total
+        itemsize = bytes_per_head // (2 * kinds.head_dim)
+        cache = CacheSize.of(rows, kinds, itemsize, state_bytes=summary.state_bytes)
         return Caches(
-            self.cache.original(tokens), self.cache.dynamic(tokens),
+            cache.original(tokens), cache.dynamic(tokens),
             request_bytes(full, kinds, itemsize, tokens),
             request_bytes(rows, kinds, itemsize, tokens),
         )  # fmt: skip
@@ -171,9 +159,6 @@ class Results:
 
     branches: Mapping[str, Branch]  # the recipe itself first, as ""
     training: list[TrainingStep]
-    statistics: dict[str, Any]
-    present: frozenset[str]
-    absent: tuple[str, ...]
     manifests: Mapping[str, Manifest]
     efficiency: Efficiency | None
     loss_in_words: str = ""  # `TrainConfig.loss_in_words`
@@ -264,13 +249,11 @@ def sample_scores(
     return by_model
 
 
-def load_results(
-    inputs: Mapping[str, Path], stages: Sequence[str] = (), train: TrainConfig | None = None
-) -> Results:
-    """Read the published directories in `inputs`; `stages` are all stages of the pipeline.
+def load_results(inputs: Mapping[str, Path], train: TrainConfig | None = None) -> Results:
+    """Read the published directories of stages in `inputs`; of a branch `<stage>@<branch>`.
 
-    Those of a branch are `<stage>@<branch>`. `train` is the section of a training among them.
-    Raises RunError or UserError, with the file, if a stage's output is incomplete.
+    `train` is the section of a training among them. Raises RunError or UserError, with the file,
+    if a stage's output is incomplete.
     """
     places: dict[str, dict[str, Path]] = {"": {}}
     for name, folder in inputs.items():
@@ -283,9 +266,6 @@ def load_results(
         training=read_metrics(main["train"]) if "train" in main else [],
         efficiency=Efficiency.read(main["measure"]) if "measure" in main else None,
         loss_in_words=train.loss_in_words if train is not None else "",
-        statistics=Statistics.read(main["prepare"]).content,
-        present=frozenset(main),
-        absent=tuple(stage for stage in stages if stage not in main),
         manifests={
             name: Manifest.read(folder)
             for name, folder in inputs.items()

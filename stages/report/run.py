@@ -29,12 +29,12 @@ def run(
     """Write index.html, models.csv and summary.json below `work_dir`; print table and sentences.
 
     `inputs` maps the names of the recipe's stages, and `<stage>@<branch>`, to their published
-    directories; the page shows other stages as left out. Returns the content of summary.json.
+    directories. Returns the content of summary.json.
     Raises RunError when a published directory is incomplete.
     """
     train = config.upstream.get("train")
     training = train if isinstance(train, TrainConfig) else None
-    results = load_results(inputs, config.other_stages, training)
+    results = load_results(inputs, training)
     write_text(work_dir / PAGE, page(results, config))
     summary = summarize(results, config.section)
     write_json(work_dir / Summary.FILE, summary)
