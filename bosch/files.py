@@ -188,7 +188,7 @@ def file_digest(path: Path) -> str:
     """SHA-256 of a file's bytes. Raises OSError with the file's name."""
     with path.open("rb", buffering=0) as file:
         try:
-            return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+            return hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             error.filename = str(path)
             raise

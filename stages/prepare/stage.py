@@ -102,8 +102,8 @@ class SourceConfig(Section):
     """File, folder or glob, needed by the file kinds; huggingface: name on the hub, or a directory
     with a dataset's files."""
     text_field: Line = "text"
-    """Field of a record, or column of a table, that holds the text; for mds also a column of token
-    ids (by default input_ids or tokens, where there is no text)."""
+    """Field of a record, or column of a table, that holds the text, or a list of messages; for mds
+    also a column of token ids (by default input_ids or tokens, where there is no text)."""
     skip_bad_records: Annotated[int, BeforeValidator(parse_count), Field(ge=0, le=MOST)] = 0
     """Records that may be skipped because they are damaged or have no text; one more ends the
     run."""
@@ -120,8 +120,7 @@ class SourceConfig(Section):
     weight: Number = Field(1.0, gt=0)
     """Share of the training tokens, relative to the other sources."""
     special_tokens: Flag = False
-    """Whether special tokens in a text are tokenised as such, for conversations rendered by a chat
-    template; otherwise they are ordinary text."""
+    """Whether special tokens in a text are tokenised as such; otherwise they are ordinary text."""
     loss: Literal["all", "completion"] = "all"
     """completion: of records with `messages`, or `prompt` and `completion`, training learns the
     assistant's answers alone; all: every token."""

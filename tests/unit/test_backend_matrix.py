@@ -85,7 +85,7 @@ def _check(case: Case) -> None:
 _ROWS = [(True, True), (False, False), (True, False), (False, True, True)]
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(case=cases())
 @example(case=Case(40, 8, 4, (True, False), padding="documents"))
 @example(case=Case(40, 8, 0, (True, False), padding="documents"))
@@ -172,7 +172,7 @@ def chunkings(draw: st.DrawFn) -> tuple[Case, list[int], str, str]:
     return case, sizes, backend, draw(st.sampled_from(["dynamic", "static"]))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(drawn=chunkings())
 @example(drawn=(Case(20, 1, 4, (False,), batch=2), [1, 19], "sdpa", "dynamic"))
 @example(drawn=(Case(59, 5, 4, (False,), batch=2, padding="left"), [19, 40], "sdpa", "dynamic"))

@@ -195,7 +195,7 @@ def test_a_compressed_file_needs_little_memory_for_its_documents(tmp_path, monke
 
     peak(1)  # including one-time imports
     # 36 bytes each, 89 in a list of pairs: seen with more than a buffer of documents.
-    assert peak(60_000) - peak(20_000) < 60 * 40_000
+    assert peak(25_000) - peak(10_000) < 60 * 15_000
 
 
 @pytest.mark.parametrize("length", [1, 2000])  # the longer one is read in pieces

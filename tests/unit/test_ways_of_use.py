@@ -165,15 +165,6 @@ def test_a_cached_prefix_can_be_used_by_many_texts(hybrid: Any) -> None:
             assert torch.equal(output, _greedy(hybrid, text))
 
 
-def test_an_exported_program_computes_the_same() -> None:
-    hybrid, ids = _hybrid(layers=1), tokens(2, LENGTH)
-    with torch.no_grad():
-        program = torch.export.export(hybrid, (ids,), {"use_cache": False, "return_dict": False})
-        logits = program.module()(tokens(2, LENGTH, 1), use_cache=False, return_dict=False)[0]
-        expected = hybrid(tokens(2, LENGTH, 1), use_cache=False).logits
-    torch.testing.assert_close(logits, expected, **_NEAR)
-
-
 class _Logits(torch.nn.Module):
     """A pass without a cache, as a program that takes only tokens."""
 
