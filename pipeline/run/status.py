@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import starmap
 from typing import Any, Literal
 
 from bosch.files import exists
@@ -124,28 +123,30 @@ def _reason(node: Node, store: Store, last_key: str | None) -> str:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
-    """Differences between the documents of two keys of a stage."""
+    """Differences between the documents of two keys of a stage; hashes are not shown."""
     if old.get("version") != new.get("version"):
         versions = f"version {old.get('version')} → {new.get('version')}"
         yield f"the code of {new['stage']} changed: {versions}"
-    yield from starmap(_value_change, _changes(old.get("config"), new.get("config")))
-    if old.get("seed") != new.get("seed"):
-        yield f"seed changed {old.get('seed')} → {new.get('seed')}"
-    yield from starmap(_file_change, _changes(old.get("model"), new.get("model"), "model"))
-    for path, before, after in _changes(old.get("inputs"), new.get("inputs")):
-        yield _file_change(path.replace(".files.", ": "), before, after)
-    old_keys, new_keys = old.get("upstream") or {}, new.get("upstream") or {}
-    changed = [name for name, key in new_keys.items() if old_keys.get(name, key) != key]
-    if changed:
-        yield f"input{'s' if len(changed) > 1 else ''} {', '.join(changed)} changed"
-    yield from (f"input {name} is new" for name in new_keys if name not in old_keys)
-    yield from (f"input {name} is no longer there" for name in old_keys if name not in new_keys)
+    parts = {"config": "", "seed": "seed", "model": "model", "inputs": "", "upstream": "input"}
+    for part, name in parts.items():
+        for path, before, after in _changes(old.get(part), new.get(part), name):
+            path = path.replace(".files.", ": ") if part == "inputs" else path
+            path = path.replace("input.", "input ") if part == "upstream" else path
+            is_hash = any(isinstance(one, str) and len(one) == 64 for one in (before, after))
+            if before is _MISSING or after is _MISSING:
+                yield f"{path} is {'new' if before is _MISSING else 'gone'}"
+            elif part == "upstream":
+                yield f"{path} changed"
+            elif is_hash:
+                yield f"{path} has other content"
+            else:
+                yield f"{path} changed {_show(before)} → {_show(after)}"
 
 
 _MISSING = object()
 
 
-def _changes(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+def _changes(old: Any, new: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
     """Differences between two JSON values: dotted path, old and new value."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in dict.fromkeys([*new, *old]):
@@ -159,26 +160,6 @@ def _changes(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any
         yield path, old, new
 
 
-def _value_change(path: str, before: Any, after: Any) -> str:
-    if before is _MISSING:
-        return f"{path} is new"
-    if after is _MISSING:
-        return f"{path} is gone"
-    return f"{path} changed {_show(before)} → {_show(after)}"
-
-
-def _file_change(path: str, before: Any, after: Any) -> str:
-    """Text of a changed file; shows values such as versions and names, but not hashes."""
-    hashes = [isinstance(digest, str) and len(digest) == 64 for digest in (before, after)]
-    if any(hashes) and _MISSING not in (before, after):
-        return f"{path} has other content"
-    return _value_change(path, before, after)
-
-
 def _show(value: Any) -> str:
-    if value is None:
-        return "nothing"
-    if isinstance(value, float):
-        return f"{value:g}"
-    text = str(value)
+    text = "nothing" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
     return text if len(text) <= 48 else f"{text[:45]}..."
