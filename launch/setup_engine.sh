@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Makes a separate environment on a CPU for an engine, or for Liger's kernels, with this project in it:
-# what `launch/test.sh vllm`, `launch/test.sh mlx` and `launch/test.sh liger` need.
+# what `launch/test.sh` with the same name needs.
 #
 #   launch/setup_engine.sh vllm    .venv-vllm: about two minutes and 3.5 GB
 #   launch/setup_engine.sh mlx     .venv-mlx: about one minute and 1.5 GB
+#   launch/setup_engine.sh onnx    .venv-onnx: about one minute and 1.5 GB
 #   launch/setup_engine.sh liger   .venv-liger: about two minutes and 2.5 GB
 #
 # On a machine with CUDA: pip install "vllm>=0.32,<0.34", then pip install --no-deps . (vLLM asks for
@@ -11,10 +12,10 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 engine=${1:-}
-case "$engine" in vllm | mlx | liger) ;; *) echo "usage: $0 vllm|mlx|liger" >&2; exit 2 ;; esac
+case "$engine" in vllm | mlx | onnx | liger) ;; *) echo "usage: $0 vllm|mlx|onnx|liger" >&2; exit 2 ;; esac
 venv="$root/.venv-$engine"
 stamp="$venv/setup-stamp"
-torch=2.13.0 vllm=0.32.0 mlx=0.32.4 mlx_lm=0.32.2 liger=0.8.5 triton=3.9.0
+torch=2.13.0 vllm=0.32.0 mlx=0.32.4 mlx_lm=0.32.2 onnx=1.23.2 genai=0.18.0 liger=0.8.5 triton=3.9.0
 
 fingerprint="$( (cat "$root/pyproject.toml" "${BASH_SOURCE[0]}"; echo "$root") | cksum)"
 [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$fingerprint" ] && exit 0
@@ -41,6 +42,11 @@ install_vllm() {
 
 install_mlx() {
     install "mlx[cpu]==$mlx" "mlx-lm==$mlx_lm"
+    (cd "$root" && install -e . && install pytest hypothesis)
+}
+
+install_onnx() {
+    install "onnx==$onnx" "onnxruntime-genai==$genai"
     (cd "$root" && install -e . && install pytest hypothesis)
 }
 

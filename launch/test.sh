@@ -9,13 +9,14 @@
 #   launch/test.sh newest [pytest options]    with the highest versions
 #   launch/test.sh vllm [pytest options]      only the tests that serve models with vLLM
 #   launch/test.sh mlx [pytest options]       only those that run models with mlx-lm
+#   launch/test.sh onnx [pytest options]      only those that run models with ONNX Runtime GenAI
 #   launch/test.sh liger [pytest options]     only those of Liger's kernels, in Triton's interpreter
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 versions=
 case "${1:-}" in
-    vllm | mlx | liger)
+    vllm | mlx | onnx | liger)
         engine=$1
         shift
         launch/setup_engine.sh "$engine"

@@ -112,6 +112,10 @@ def _check_form(model: Any) -> None:
             f"{model.config.model_type}: ONNX export knows decoders of Llama's and Qwen3's form; "
             "serve this one with vLLM and the plugin (docs/guide/serving.md)"
         )
+    if kinds.head_dim % 16:
+        raise UserError(
+            f"ONNX Runtime's kernel has no heads of {kinds.head_dim}; 16 must divide them"
+        )
 
 
 Group = tuple[int, int]  # KV heads and window (0: full) of a cache
