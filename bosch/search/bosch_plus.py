@@ -38,7 +38,7 @@ from bosch.objective.evaluation_log import Evaluation
 from bosch.search.bosch import SearchResult, final_result
 from bosch.search.evaluator import SHARES, Evaluator
 from bosch.search.gates import Bits, Gates, RunningMean, Values, largest, scaled
-from bosch.search.gradient_search import GradientMeans, Move, check_passes
+from bosch.search.gradient_search import GradientMeans, Move, check_passes, note_poor_mask
 from bosch.search.settings import MIN_PLUS_BUDGET, SearchSettings, plus_budget
 from bosch.search.solvers.swaps import swap
 
@@ -81,7 +81,9 @@ def bosch_plus(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     check_passes(1 + search.gradients.cost, search.left, "one gradient and one mask")
     search.start()
     search.improve()
-    return final_result(evaluator, settings, evaluator.mask(search.best.bits), anchors)
+    result = final_result(evaluator, settings, evaluator.mask(search.best.bits), anchors)
+    note_poor_mask(evaluator, 1 - result.mask.swa_ratio, result.evaluation.score)
+    return result
 
 
 def _note_least_budget(evaluator: Evaluator, settings: SearchSettings) -> None:

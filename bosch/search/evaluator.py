@@ -61,13 +61,11 @@ class Scorer(Protocol):
 class SlotBudgets:
     """Budgets of a search for a front, in KV slots (heads x cached tokens) at `context` tokens.
 
-    `slots` of its points ascend; without any the search chooses them. `chosen` is the result's; by
-    default with the ratio's full heads and all others at the narrowest window.
+    `slots` of its points ascend; without any the search chooses them.
     """
 
     context: int
     slots: tuple[int, ...] = ()
-    chosen: int | None = None
 
 
 class Evaluator:

@@ -6,10 +6,9 @@ unit: the values of its choices. `bosch.search.allotment` turns them into a layo
 Steps are small, each with gradients over another part of the calibration examples.
 
 1. Descent. Starting with every unit full, the slots fall by a constant factor, with a gradient at
-   each level. Units get the narrowest window, in one order for each layer, so that the layouts of
-   all budgets are nested.
+   each level. Units get the narrowest window.
 2. Gates. If the passes allow it, values are also learned by gradients at random layouts, as in
-   `bosch.search.gates`: one order of units for all budgets.
+   `bosch.search.gates`, for all budgets.
 3. Both are measured at a middle budget, and the better one gives the layouts of all budgets. At the
    first budget that scores less than the original, layouts with wider windows and with mixed
    windows are also measured, if a gradient predicts a gain; larger budgets use the best of them. If
@@ -18,9 +17,7 @@ Steps are small, each with gradients over another part of the calibration exampl
 4. Moves for one budget at a time: exchanges of windows by gradients, of many units or two; random
    exchanges followed by exchanges by gradients; the neighbouring budget's layout, grown or shrunk.
    Kinds of moves that succeeded more often for their cost are tried more often. What wins at one
-   budget is tried at all larger ones.
-5. A budget whose layout is not nested with the others gets the best nested one, if it loses almost
-   no score. Held-out examples score every point.
+   budget is tried at all larger ones. Held-out examples score every point.
 """
 
 from __future__ import annotations
@@ -31,13 +28,13 @@ import numpy as np
 
 from bosch.analysis.intervals import share
 from bosch.mask_files import Front, FrontPoint, HeldOut
-from bosch.search.allotment import Choices, Order, Values, allotted, order_of, share_order, slots_of
+from bosch.search.allotment import Choices, Values, allotted, slots_of
 from bosch.search.bosch import SearchResult
 from bosch.search.evaluator import SHARES, Evaluator
 from bosch.search.front_moves import Moves
 from bosch.search.front_state import Point
 from bosch.search.gates import NOISE, STEP, RunningMean, largest, scaled
-from bosch.search.gradient_search import check_passes
+from bosch.search.gradient_search import check_passes, note_poor_mask
 from bosch.search.loss import Anchors
 from bosch.search.settings import SearchSettings
 
@@ -51,8 +48,6 @@ _MIN_GATES, _MAX_GATES = 4, 64
 _GATE_BUDGETS, _MIN_FULL = 4, 4
 # Kind of a layout that mixes all windows; other kinds are the number of their window.
 _MIXED = 0
-# Largest loss of score for a nested mask, at least one example.
-_NESTED_LOSS = 0.02
 # Error rate of the one-sided limits of held-out scores.
 _HELD_OUT_TAIL = 0.05
 
@@ -60,9 +55,9 @@ _HELD_OUT_TAIL = 0.05
 def front(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     """Find masks for all budgets, with at most 1.5 times the passes of `bosch_plus` for one.
 
-    The budgets are `evaluator.slot_budgets`; by default eight, and that of the result: the ratio's
-    full units, and all others at the narrowest window. Gradients count at their cost, held-out
-    passes at their share of examples. Raises UserError if there is nothing to search for, a budget
+    The budgets are `evaluator.slot_budgets`; by default eight. Gradients count at their cost,
+    held-out passes at their share of examples. The result's mask is the smallest of those with the
+    best score, the original left out. Raises UserError if there is nothing to search for, a budget
     or window is impossible at the context, or the passes do not suffice for a gradient.
     """
     anchors = evaluator.anchors(settings.swa_ratio)
@@ -70,12 +65,11 @@ def front(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     search = FrontSearch(evaluator, settings)
     search.start()
     search.improve()
-    search.nest()
     return search.result(anchors)
 
 
 class FrontSearch(Moves):
-    """The search: its start, one order of units, and the result."""
+    """The search: its start and the result."""
 
     def start(self) -> None:
         """Measure a layout for each budget, from a middle one down, then up.
@@ -94,17 +88,15 @@ class FrontSearch(Moves):
         if for_gates:
             gradients = min(gradients - for_gates, int(_DESCENT_SHARE * self.free / cost))
         values, chain = self._descent(gradients)
-        orders = [order_of([layout], value) for layout, value in zip(chain, values, strict=True)]
         gates = self._learn(for_gates)
         first, narrowest = len(self.budgets) // 2, self.num_choices - 1
         self.unmeasured.discard(first)
         self._add(first, chain[first], "elimination")
         if gates is not None:
-            learned = [gates] * len(self.budgets)
-            if self._wins(first, self._layout(narrowest, gates, first), "gates"):
-                values, learned = learned, values
-                orders = [order_of([], gates)] * len(self.budgets)
-            self.other_start = lambda number: self._layout(narrowest, learned[number], number)
+            learned = [self._layout(narrowest, gates, n) for n in range(len(self.budgets))]
+            if self._wins(first, learned[first], "gates"):
+                values, chain, learned = [gates] * len(chain), learned, chain
+            self.other_start = lambda number: learned[number]
         kind = narrowest
         local: Values | None = None  # values at the layout of the next smaller budget
         for number in [*range(first, -1, -1), *range(first + 1, len(self.budgets))]:
@@ -112,13 +104,14 @@ class FrontSearch(Moves):
                 local = self.gradients.at(self.points[number - 1].choices)
             if number != first:
                 self.unmeasured.discard(number)  # releases the passes reserved for it
-                if local is None:
-                    choices = self._layout(kind, values[number], number, orders[number])
-                else:
+                choices = chain[number]
+                if local is not None:
                     choices = self._wider(number, scaled(local) + scaled(values[number]))
+                elif kind != narrowest:
+                    choices = self._layout(kind, values[number], number)
                 self._add(number, choices if self._affordable(choices) else chain[number], "start")
             if self._is_short(number) and not self.kinds_tried:
-                kind = self._best_kind(number, values[number], orders[number])
+                kind = self._best_kind(number, values[number])
 
     def _is_stuck(self, number: int) -> bool:
         """Whether a budget scores below the original and no better than the next smaller one."""
@@ -129,7 +122,7 @@ class FrontSearch(Moves):
         """Whether a budget's mask scores below the original."""
         return self.points[number].evaluation.score < self.full.score - 1e-9
 
-    def _best_kind(self, number: int, values: Values, order: Choices) -> int:
+    def _best_kind(self, number: int, values: Values) -> int:
         """The window of sliding units that wins at a budget, or `_MIXED` for a mixture.
 
         Kinds are measured in order of their gain by a gradient at the best layout so far; at one
@@ -139,7 +132,7 @@ class FrontSearch(Moves):
         best = self.num_choices - 1
         # With one window there is nothing to mix.
         kinds = range(_MIXED, best) if best > 1 else ()
-        layouts = {kind: self._layout(kind, values, number, order) for kind in kinds}
+        layouts = {kind: self._layout(kind, values, number) for kind in kinds}
         while layouts and self._is_short(number):
             point = self.points[number]
             if not self._pays(point.choices):
@@ -154,17 +147,15 @@ class FrontSearch(Moves):
                 best = kind
         return best
 
-    def _layout(
-        self, kind: int, values: Values, number: int, order: Order | None = None
-    ) -> Choices:
+    def _layout(self, kind: int, values: Values, number: int) -> Choices:
         """The layout of greatest value for a budget, with one window or a mixture."""
         budget = self.budgets[number]
         if kind == _MIXED:
-            return allotted(values, self.costs, budget, order=order)
-        return self._one_window_layout(kind, values, budget, order)
+            return allotted(values, self.costs, budget)
+        return self._one_window_layout(kind, values, budget)
 
     def _descent(self, affordable: int) -> tuple[list[Values], list[Choices]]:
-        """Values of choices for each budget, and nested layouts with the narrowest window."""
+        """Values of choices for each budget, and layouts with the narrowest window."""
         affordable = max(1, affordable)
         count = min(_LEVELS, max(len(self.budgets), affordable))
         lowest = self.budgets[0]
@@ -172,7 +163,7 @@ class FrontSearch(Moves):
         levels = sorted({*self.budgets, *(int(s) for s in spaced if s > lowest)}, reverse=True)
         shares = max(1, min(SHARES, affordable // max(1, len(levels))))
         interval = max(1, math.ceil(len(levels) / affordable))
-        choices, chain = self.all_full, [self.all_full]
+        choices = self.all_full
         starts: list[tuple[Values, Choices]] = []
         running = RunningMean(choices.size * self.num_choices)
         values: Values = np.zeros((*self.shape, self.num_choices))
@@ -180,21 +171,14 @@ class FrontSearch(Moves):
             if number % interval == 0:
                 fresh = self.gradients.at(choices, shares)
                 values = running.add(fresh.reshape(-1)).reshape(fresh.shape)
-            order = order_of(chain, values)
-            choices = self._one_window_layout(self.num_choices - 1, values, level, order, choices)
-            chain.append(choices)
+            choices = self._one_window_layout(self.num_choices - 1, values, level, choices)
             if level in self.budgets:
                 starts.append((values.copy(), choices))
         starts.reverse()
         return [values for values, _ in starts], [layout for _, layout in starts]
 
     def _one_window_layout(
-        self,
-        kind: int,
-        values: Values,
-        budget: int,
-        order: Order | None = None,
-        widest: Choices | None = None,
+        self, kind: int, values: Values, budget: int, widest: Choices | None = None
     ) -> Choices:
         """A layout with one window (narrower for a small budget) and full units in `widest`."""
         while values[..., 0].size * self.costs[kind] > budget:
@@ -202,7 +186,7 @@ class FrontSearch(Moves):
         kinds = np.array([0, kind])
         bound = None if widest is None else (widest > 0).astype(np.int64)
         values, costs = values[..., kinds], self.costs[kinds]
-        return kinds[allotted(values, costs, budget, order=order, widest=bound)]
+        return kinds[allotted(values, costs, budget, widest=bound)]
 
     @property
     def _full_counts(self) -> list[int]:
@@ -220,7 +204,7 @@ class FrontSearch(Moves):
     def _learn(self, gradients: int) -> Values | None:
         """Values of choices, learned at layouts drawn from them as in `bosch.search.gates`.
 
-        Numbers of full units and windows alternate, so that all budgets share one order of units.
+        Numbers of full units and windows alternate, so that all budgets share the values.
         """
         if not gradients:
             return None
@@ -245,68 +229,24 @@ class FrontSearch(Moves):
         """Whether a layout beats a budget's layout, if it can be measured."""
         return self._affordable(choices) and self._measure(number, choices, name)
 
-    def nest(self) -> None:
-        """Replace points that do not nest with the chosen one by nested masks that lose little."""
-        if not self.points:
-            return
-        numbers = sorted(self.points)
-        nearest = min(numbers, key=lambda number: abs(self.points[number].budget - self.chosen))
-        others = (number for number in numbers if number != nearest)
-        chain = self._chain(self.points[nearest].choices, others)
-        for number in numbers:
-            point = self.points[number]
-            if share_order([*chain, point.choices]):
-                continue
-            choices = self._nested(number, chain)
-            if choices is not None:
-                point.choices, point.evaluation = choices, self._measured[choices.tobytes()]
-                point.passes = self._spent
-                chain.append(choices)
-
-    def _nested(self, number: int, chain: list[Choices]) -> Choices | None:
-        """The best layout of a budget nested with a chain; None if it loses over `_NESTED_LOSS`."""
-        point = self.points[number]
-        loss = max(_NESTED_LOSS, self.evaluator.scorer.quantum)
-
-        def is_enough(score: float, log_likelihood: float) -> bool:
-            return score >= point.evaluation.score - loss - 1e-9
-
-        known: list[tuple[tuple[float, float], Choices]] = []
-        for key, evaluation in self._measured.items():
-            choices = np.frombuffer(key, dtype=np.int64).reshape(self.shape)
-            if slots_of(choices, self.costs) <= point.budget and share_order([*chain, choices]):
-                known.append((evaluation.rank, choices))
-        best = max(known, key=lambda pair: pair[0], default=None)
-        if best is None or best[0] < point.evaluation.rank:
-            values = self.gradients.known(point.choices)
-            is_chosen = np.arange(self.num_choices) == point.choices[..., None]
-            values = np.zeros(is_chosen.shape) if values is None else values
-            values = values + is_chosen * (float(np.abs(values).mean()) or 1.0)
-            order = order_of(chain, values)
-            choices = allotted(values, self.costs, point.budget, order=order)
-            if self._affordable(choices):
-                measured = self._evaluate(choices, "swaps", "nested", is_enough)
-                if measured is not None and (best is None or measured.rank > best[0]):
-                    best = measured.rank, choices
-        return best[1] if best is not None and is_enough(*best[0]) else None
-
     def result(self, anchors: Anchors) -> SearchResult:
-        """The front, and the mask and evaluation of its chosen point."""
+        """The front, and its smallest mask of those with the best score, the original left out."""
         layouts = (self.min_slots, self.narrowest), (self.max_slots, self.all_full)
         ends = [Point(n, layout, self._anchor(layout), 0.0, np.zeros(0)) for n, layout in layouts]
-        points, best = [], -1.0
-        for point in [ends[0], *(self.points[number] for number in sorted(self.points))]:
-            if point.evaluation.score >= best or point.budget == self.exact:
-                points.append(point)
-            best = max(best, point.evaluation.score)
-        points.append(ends[1])
         by_slots: dict[float, Point] = {}
-        for point in sorted(points, key=lambda p: (p.evaluation.rank, p.budget == self.exact)):
-            by_slots[slots_of(point.choices, self.costs)] = point
-        # By slots, since the mask of a larger budget may be the best within the chosen one.
-        exact = [slots_of(p.choices, self.costs) for p in points if p.budget == self.exact]
-        within = exact or [slots for slots in by_slots if slots <= self.chosen]
-        result = by_slots[max(within, key=lambda slots: (by_slots[slots].evaluation.score, slots))]
+        best = -1.0
+        for point in [ends[0], *(self.points[number] for number in sorted(self.points)), ends[1]]:
+            slots, score = slots_of(point.choices, self.costs), point.evaluation.score
+            if score >= best or point is ends[1]:
+                # A larger budget's mask may have no more slots than a smaller one's.
+                for other in [one for one in by_slots if one >= slots]:
+                    del by_slots[other]
+                by_slots[slots] = point
+            best = max(best, score)
+        smaller = {slots: point for slots, point in by_slots.items() if slots < self.max_slots}
+        result = smaller[max(smaller, key=lambda one: (smaller[one].evaluation.score, -one))]
+        for slots, point in smaller.items():
+            note_poor_mask(self.evaluator, slots / self.max_slots, point.evaluation.score)
         front_points = tuple(self._front_point(by_slots[slots]) for slots in sorted(by_slots))
         mask = self.mask(result.choices)
         evaluation = self.evaluator.evaluate(mask, "final", "final mask")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 
-from bosch.search.allotment import Choices, Values, allotted, order_of, share_order, slots_of
+from bosch.search.allotment import Choices, Values, allotted, slots_of
 from bosch.search.front_state import State
 from bosch.search.gradient_search import Move
 
@@ -17,8 +15,6 @@ _FRUITLESS = 40
 _FAILURE = 0.05
 # Number of single-unit steps among which pairs are formed.
 _STEPS = 256
-# Passes reserved for nested masks, as a share of all.
-_NESTING_SHARE = 0.1
 
 
 class Moves(State):
@@ -26,7 +22,6 @@ class Moves(State):
 
     def improve(self) -> None:
         """Moves for one budget after another until the passes or the proposals are exhausted."""
-        self.nesting_passes = _NESTING_SHARE * self.all_passes
         grown = Move("grown", lambda number: self._grown(number) if number else None)
         moves = [
             Move("exchange", self._exchange_move),
@@ -57,7 +52,6 @@ class Moves(State):
             point.failures = 0 if won else point.failures + 1
             move.wins += won
             move.passes += max(before - self.left, 1.0)
-        self.nesting_passes = 0.0
 
     def _turn(self, number: int) -> tuple[int, float, float]:
         """Sort key: budgets that still improve first, by the next larger budget's advantage."""
@@ -177,28 +171,17 @@ class Moves(State):
         return self._exchange(flat.reshape(self.shape), point.budget, max(1, count // 2))
 
     def _grown(self, number: int) -> Choices:
-        """The next smaller budget's layout, widened by its gradients and nested with it."""
+        """The next smaller budget's layout, widened by its gradients."""
         return self._wider(number, self.gradients.at(self.points[number - 1].choices))
 
     def _wider(self, number: int, values: Values) -> Choices:
-        """The next smaller budget's layout, widened by `values` and nested with it."""
+        """The next smaller budget's layout, widened by `values`."""
         below = self.points[number - 1].choices
-        order = order_of(self._chain(below, range(number - 1)), values)
-        return allotted(values, self.costs, self.budgets[number], order=order, narrowest=below)
+        return allotted(values, self.costs, self.budgets[number], narrowest=below)
 
     def _shrunk_move(self, number: int) -> Choices | None:
-        """The next larger budget's layout, narrowed by its gradients and nested with it."""
+        """The next larger budget's layout, narrowed by its gradients."""
         if number + 1 == len(self.points):
             return None
         above = self.points[number + 1].choices
-        values = self.gradients.at(above)
-        order = order_of(self._chain(above, range(number + 2, len(self.points))), values)
-        return allotted(values, self.costs, self.budgets[number], order=order, widest=above)
-
-    def _chain(self, choices: Choices, others: Iterable[int]) -> list[Choices]:
-        """A layout and those of other points that are nested with it and each other."""
-        chain = [choices]
-        for number in others:
-            if share_order([*chain, self.points[number].choices]):
-                chain.append(self.points[number].choices)
-        return chain
+        return allotted(self.gradients.at(above), self.costs, self.budgets[number], widest=above)

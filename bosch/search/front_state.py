@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -61,7 +60,6 @@ class State:
         self.left = self.all_passes = float(front_budget(settings, self.shape[0]))
         self.gradients = GradientMeans(evaluator, self._gradient)
         self.held_out_cost = evaluator.held_out_passes
-        self.nesting_passes = 0.0  # reserved for nested masks
         self.evaluations = 0
         self.points: dict[int, Point] = {}
         self.kinds_tried = False
@@ -75,39 +73,26 @@ class State:
         self.full = self._anchor(self.all_full)
 
     def _set_budgets(self, budgets: SlotBudgets) -> None:
-        """The budgets of the points, and the one that is chosen."""
-        full = self.shape[0] * self.shape[1] - self.evaluator.budget
-        chosen = budgets.chosen
-        if chosen is None:
-            chosen = self.min_slots + round(full * (self.costs[0] - self.costs[-1]))
-        for slots in (*budgets.slots, chosen):
+        """The budgets of the points, without the ends of the front, which are the anchors."""
+        for slots in budgets.slots:
             if slots < self.min_slots:
                 raise UserError(
-                    f"search.budget: {slots:,} KV slots at {self.context:,} tokens are too few, "
+                    f"search.points: {slots:,} KV slots at {self.context:,} tokens are too few, "
                     f"every head with the smallest window needs {self.min_slots:,}"
                 )
-        self.chosen = min(chosen, self.max_slots)
-        # A ratio is met exactly, as in other methods, even if a mask with fewer slots is better.
-        self.exact = self.chosen if budgets.chosen is None else None
-        stated = [int(slots) for slots in budgets.slots]
-        slots = stated or spaced_slots(self.min_slots, self.costs[0], self.max_slots)
-        # Without the ends of the front, which are measured as anchors.
+        chosen = budgets.slots or spaced_slots(self.min_slots, self.costs[0], self.max_slots)
         lowest = self.min_slots + self.costs[-2] - self.costs[-1]
-        inner = [budget for budget in slots if lowest <= budget < self.max_slots]
-        if lowest <= self.chosen < self.max_slots and self.chosen not in inner:
-            if inner and not stated:
-                inner.remove(min(inner, key=lambda budget: abs(math.log(budget / self.chosen))))
-            inner.append(self.chosen)
-        self.budgets = self._affordable_budgets(sorted({*inner}))
+        inner = {int(slots) for slots in chosen if lowest <= slots < self.max_slots}
+        self.budgets = self._affordable_budgets(sorted(inner))
         self.unmeasured = {*range(len(self.budgets))}
-        self.evaluator.on_budget = self._is_chosen
+        self.evaluator.on_budget = self._is_within
         logger.info(
             "front: budgets of %s KV slots at %d tokens, %.0f passes to spend",
             ", ".join(f"{budget:,}" for budget in self.budgets), self.context, self.left,
         )  # fmt: skip
 
     def _affordable_budgets(self, budgets: list[int]) -> list[int]:
-        """The budgets for which the passes suffice: the chosen one and others, evenly spread."""
+        """The budgets for which the passes suffice, evenly spread."""
         costs = [self._cost_of_first(budget) for budget in budgets]
         rest = self.left - self._ends_cost - 2 * self.gradients.cost
         paid = len(budgets) if sum(costs) <= rest else int(rest / max([1e-9, *costs]))
@@ -119,21 +104,16 @@ class State:
             f"search.budget_per_layer: {self.all_passes:g} passes pay for {affordable} of "
             f"{len(budgets)} points of the front"
         )
-        selected = {self.chosen} & {*budgets}
-        unselected = [budget for budget in budgets if budget not in selected]
-        spread = np.linspace(0, len(unselected) - 1, affordable - len(selected)).round().astype(int)
-        return sorted(selected | {unselected[index] for index in spread})
+        spread = np.linspace(0, len(budgets) - 1, affordable).round().astype(int)
+        return [budgets[index] for index in spread]
 
     def mask(self, choices: Choices) -> HeadMask:
         """The mask of units with these choices: 0 full, k the k-th window from the widest."""
         return HeadMask(self._sizes[choices].tolist(), self.menu[0].sinks)
 
-    def _is_chosen(self, mask: HeadMask) -> bool:
-        """Whether a mask of heads meets the chosen budget and exceeds the next smaller one."""
-        slots = mask.kv_slots(self.context)
-        smaller = [budget for budget in self.budgets if budget < self.chosen]
-        below = max(smaller, default=self.min_slots)
-        return slots == self.chosen or below < slots <= self.chosen
+    def _is_within(self, mask: HeadMask) -> bool:
+        """Whether a mask of heads is within the largest budget."""
+        return bool(self.budgets) and mask.kv_slots(self.context) <= self.budgets[-1]
 
     @property
     def _ends_cost(self) -> float:
@@ -157,8 +137,9 @@ class State:
     @property
     def free(self) -> float:
         """Passes that are not reserved, but no more than masks may still be measured."""
-        reserved = self._ends_cost + self.nesting_passes
-        reserved += sum(self._cost_of_first(self.budgets[number]) for number in self.unmeasured)
+        reserved = self._ends_cost + sum(
+            self._cost_of_first(self.budgets[number]) for number in self.unmeasured
+        )
         reserved += self.held_out_cost * sum(
             self._cost(point.choices) for point in self.points.values()
         )
@@ -219,7 +200,7 @@ class State:
                 return False
             if other is point:
                 return (score, log_likelihood) > other.evaluation.rank
-            return score > other.evaluation.score and other.budget != self.exact
+            return score > other.evaluation.score
 
         def improved(*rank: float) -> list[Point]:
             return [other for other in self.points.values() if improves(other, *rank)]

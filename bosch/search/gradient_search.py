@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bosch.errors import UserError
+from bosch.masks import HeadMask
 from bosch.search.evaluator import SHARES, Evaluator, Values
 
 Layout = npt.NDArray[Any]
@@ -37,6 +38,17 @@ def check_passes(needed: float, left: float, purpose: str) -> None:
         raise UserError(
             f"search.budget_per_layer: {purpose} costs {needed:.1f} passes over the calibration "
             f"set, and {max(0.0, left):.1f} are left: raise it, or take more examples"
+        )
+
+
+def note_poor_mask(evaluator: Evaluator, share: float, score: float) -> None:
+    """Add a note if a mask with half of the original's cache scores less than half as much."""
+    original = evaluator.log.get(evaluator.units.head_mask(HeadMask.all_full(*evaluator.shape)))
+    if original is not None and share >= 0.5 and score < original.score / 2:
+        evaluator.note(
+            f"a mask with {share:.0%} of the original's cache scores {score:.4g}, less than half "
+            f"of the original's {original.score:.4g}: a better one may have been missed; raise "
+            "search.budget_per_layer, or take more examples"
         )
 
 

@@ -78,7 +78,8 @@ def run(
         ratio = 1.0 if method.finds_front else section.ratio_for(kinds, config.model.dtype)
         settings = section.settings(config.seed, ratio)
         evaluator = Evaluator(objective, log)
-        evaluator.slot_budgets = budgets_in_slots(section, cache)
+        if method.finds_front:
+            evaluator.slot_budgets = SlotBudgets(cache.tokens, point_slots(section, cache))
         for note in notes:
             evaluator.note(note)
         with contextlib.ExitStack() as stack:
@@ -99,14 +100,6 @@ def run(
             _write_results(work_dir, config, summary, result, cache)
     names = ("best_score", "best_log_likelihood", "evaluations", "full_forward_equivalents")
     return {name: summary[name] for name in names}
-
-
-def budgets_in_slots(section: SearchConfig, cache: RequestCache) -> SlotBudgets:
-    """KV slots of a front's points; masks are nested with the one in the middle."""
-    if not METHODS[section.method].finds_front:
-        return SlotBudgets(cache.tokens)
-    slots = point_slots(section, cache)
-    return SlotBudgets(cache.tokens, slots, slots[len(slots) // 2])
 
 
 def _objective(

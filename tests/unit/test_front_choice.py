@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from bosch.errors import UserError
 from bosch.mask_files import Front, FrontPoint, HeldOut
 from bosch.masks import HeadMask
 from bosch.model.families import DecoderLayers
-from bosch.search.evaluator import SlotBudgets
 from pipeline.commands.plan import plan_lines
 from pipeline.recipe.load import load_recipe
 from pipeline.run.graph import resolve
@@ -93,13 +93,11 @@ def test_points_are_between_the_smallest_window_and_the_original() -> None:
     assert np.ptp(np.diff(np.log(slots))) < 0.05
     named = SearchConfig(method="front", swa_ratio=0.5, windows=[8, 32], points=[0.1, 0.25, 0.57])
     assert point_slots(named, cache) == (160, 400, 912)
-    assert search.budgets_in_slots(named, cache) == SlotBudgets(100, (160, 400, 912), 400)
-    one = SearchConfig(method="bosch", swa_ratio=0.5, window_size=32)
-    assert search.budgets_in_slots(one, cache) == SlotBudgets(100)
 
 
 def test_the_picture_and_the_table_mark_the_chosen_point() -> None:
-    text = front_picture(_front(), chosen=1).json
+    chart = front_picture(_front(), chosen=1).chart
+    text = json.dumps(chart.to_dict(), separators=(",", ":"))
     assert text.count('"series":"chosen"') == text.count('"series":"original"') == 1
     assert [text.count(f'"number":{number}') for number in range(1, 6)] == [1, 1, 1, 1, 0]
 
