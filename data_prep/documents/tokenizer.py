@@ -52,20 +52,8 @@ def load_tokenizer(spec: TokenizerSpec) -> Any:
         for file in sorted(Path(spec.path).glob("*.json")):
             load_user_json(file, "get the model again")
         reason = " ".join(str(error).split())
-        raise UserError(f"{spec.path}: {_load_fault(spec)} ({reason})") from None
+        raise UserError(f"{spec.path}: no tokenizer could be loaded from here ({reason})") from None
     return tokenizer
-
-
-def _load_fault(spec: TokenizerSpec) -> str:
-    """Why transformers cannot load the tokenizer, and whether config.json is unreadable."""
-    from transformers import AutoConfig
-
-    if os.path.isfile(Path(spec.path, "config.json")):
-        try:
-            AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
-        except Exception:
-            return "config.json could not be read, and the tokenizer's class goes by it"
-    return "no tokenizer could be loaded from here"
 
 
 @dataclass(frozen=True)
