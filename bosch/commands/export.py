@@ -15,7 +15,7 @@ FORMATS = {"layer_types": "bosch.engines.layer_types", "onnx": "bosch.engines.on
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "format",
-        choices=FORMATS,
+        choices=list(FORMATS),
         help="layer_types: a plain checkpoint of a hybrid whose layers are whole; "
         "onnx: ONNX Runtime GenAI, any mask without sinks",
     )
