@@ -145,7 +145,9 @@ def test_the_python_reference_makes_a_hybrid(
     with torch.no_grad():
         hybrid = AutoModelForCausalLM.from_pretrained("my_hybrid")(**names["inputs"]).logits
     torch.testing.assert_close(hybrid, names["logits"])
-    with names["bosch"].head_mask(names["model"], names["file"].mask):
+    rows = names["file"].mask.windows  # the prompt is shorter than these windows
+    narrow = names["bosch"].HeadMask([[min(size, 2) for size in row] for row in rows])
+    with names["bosch"].head_mask(names["model"], narrow):
         assert not torch.allclose(names["model"](**names["inputs"]).logits, names["logits"])
 
 
