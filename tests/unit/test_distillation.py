@@ -82,8 +82,9 @@ def plain_loss(student: torch.Tensor, teacher: torch.Tensor, targets: torch.Tens
     return total / (targets != -100).sum()
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "cohere"])
+@pytest.mark.parametrize(
+    ("family", "packed"), [("qwen3", True), ("gemma2", False), ("cohere", True)]
+)
 def test_value_and_gradients_equal_those_of_whole_logits(
     family: str, packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,14 +218,11 @@ def changed(case: Path, work_dir: Path) -> set[str]:
     return {name for name, value in end.items() if not torch.equal(value, start[name])}
 
 
-@pytest.mark.parametrize("freeze", ["none", "attention_only"])
-def test_adapters_are_saved_merged_and_resume(case: Path, tmp_path: Path, freeze: str) -> None:
-    train: dict[str, Any] = {"freeze": freeze, "lora": {"rank": 2, "alpha": 8}}
+def test_adapters_are_saved_merged_and_resume(case: Path, tmp_path: Path) -> None:
+    train: dict[str, Any] = {"freeze": "attention_only", "lora": {"rank": 2, "alpha": 8}}
     train_here(case, tmp_path / "whole", train=train)
     names = changed(case, tmp_path / "whole")
-    maps = {".self_attn."} if freeze == "attention_only" else {".self_attn.", ".mlp."}
-    assert {kind for kind in (".self_attn.", ".mlp.") for n in names if kind in n} == maps
-    assert all("proj" in name for name in names)
+    assert names and all(".self_attn." in name and "proj" in name for name in names)
     train_in_processes(case, tmp_path / "killed", kill_at_step=5, train=train)
     train_here(case, tmp_path / "killed", train=train)
     assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
