@@ -23,12 +23,7 @@ from bosch.backends import BACKENDS, check_backend, resolve_backend
 from bosch.errors import UserError
 from bosch.model.adapters import reorder_adapters
 from bosch.model.cache import CACHE_NAME, HeadGroupsLayer, HybridCache
-from bosch.model.configuration import (
-    base_classes,
-    choosing_attention,
-    hybrid_config_class,
-    hybrid_mask,
-)
+from bosch.model.configuration import base_classes, hybrid_config_class, hybrid_mask
 from bosch.model.families import (
     LAYER_KINDS,
     attention_needs,
@@ -92,10 +87,9 @@ class HybridModelMixin:
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         layouts = deploy_layouts(config)
         parent: Any = super()
-        with choosing_attention():
-            parent.__init__(config, *args, **kwargs)
-            if text_config(config) is not config:  # the text config has its own implementation
-                self.get_decoder().set_attn_implementation(NAME)  # type: ignore[attr-defined]
+        parent.__init__(config, *args, **kwargs)
+        if text_config(config) is not config:  # the text config has its own implementation
+            self.get_decoder().set_attn_implementation(NAME)  # type: ignore[attr-defined]
         self._install(layouts)
         self.register_load_state_dict_pre_hook(reorder_adapters)  # type: ignore[attr-defined]
         # At the decoder, since libraries replace the `forward` of the whole model.

@@ -11,8 +11,6 @@ from bosch.backends import WIDEST_HEAD
 from bosch.errors import UserError
 
 HYBRID_PREFIX = "hybrid_"
-# Prefix of fields with a base value that config.json replaces by one that transformers refuses.
-BASE_PREFIX = "base_"
 SLIDING = "sliding_attention"
 FULL_ATTENTION = "full_attention"
 
@@ -223,9 +221,9 @@ class LogitScale(NamedTuple):
 def logit_scale(config: Any) -> LogitScale:
     """The logit scale of a model or of its hybrid form."""
     source = text_config(config) if base_type(config) == "gemma4" else config
-    names = _LOGIT_FIELDS.get(base_type(config), ("logit_scale", "logits_scaling"))
-    names = (*names, "final_logit_softcapping")
-    return LogitScale(*(getattr(source, name, None) for name in names))
+    scales = _LOGIT_FIELDS.get(base_type(config), ("logit_scale", "logits_scaling"))
+    fields = (*scales, "final_logit_softcapping")
+    return LogitScale(*(getattr(source, name, None) for name in fields))
 
 
 def attention_needs(config: Any) -> dict[str, str]:

@@ -80,7 +80,9 @@ def measure_head_weights(model: Any) -> tuple[HeadWeights, bool]:
         if capped and calls[0].transform.softcap is None:
             raise _refusal(model, "it caps attention scores by a function of its own")
         weights = {name: x for name, x in module.named_parameters() if x.requires_grad}
-        sums = _gradients(calls[0], *outputs, list(weights.values()), shape[1], draw)
+        attended, output = outputs
+        states = calls[0], attended, output
+        sums = _gradients(*states, list(weights.values()), shape[1], draw)
     name = next(name for name, child in model.named_modules() if child is module)
     found = {}
     for weight, axes in zip(weights, sums, strict=True):

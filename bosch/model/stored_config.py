@@ -91,8 +91,7 @@ class StoredConfig:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
         content = {**self.content, "model_type": self._model_type}
-        if content.pop("hybrid_attention", None) is not None:
-            content = _base_content(content)
+        content.pop("hybrid_attention", None)
         try:
             config = CONFIG_MAPPING[self._model_type].from_dict(
                 json.loads(json.dumps(content), object_hook=_decoded_float)
@@ -137,15 +136,6 @@ class StoredConfig:
     def attention_needs(self) -> dict[str, str]:
         """As `bosch.model.families.attention_needs`."""
         return families.attention_needs(self.loaded)
-
-
-def _base_content(content: dict[str, Any]) -> dict[str, Any]:
-    """A hybrid's config.json with the base model's prefixed values (of its text part) restored."""
-    if isinstance(text := content.get("text_config"), dict):
-        return {**content, "text_config": _base_content(text)}
-    prefix = families.BASE_PREFIX
-    restored = {k.removeprefix(prefix): v for k, v in content.items() if k.startswith(prefix)}
-    return {k: v for k, v in content.items() if not k.startswith(prefix)} | restored
 
 
 def _decoded_float(value: dict[str, Any]) -> Any:
