@@ -42,7 +42,7 @@ class Window:
 
     @property
     def flash(self) -> tuple[int, int]:
-        """flash-attn's `window_size=(left, right)`: keys seen besides the query's own position."""
+        """torch's varlen `window_size=(left, right)`: keys seen besides its own position."""
         return self.size - 1, 0
 
     @property

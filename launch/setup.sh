@@ -142,12 +142,6 @@ case "$versions" in
         ;;
     newest) install --upgrade --upgrade-strategy eager -e ".[${extras// /,}]" ;;
 esac
-if [ "$mode" = gpu ]; then
-    # Built against the torch just installed, which needs nvcc; without it, auto takes another backend.
-    # -e as above: without it the checkout would be replaced by a copy of the library.
-    pip_install --no-build-isolation -e "$root[flash]" ||
-        echo "  note: flash-attn could not be built (see $log); attention 'auto' does without it"
-fi
 # Writes the bytecode of what the stages import, also where the environment says not to write any:
 # without it every process would need twice as long to start.
 echo "  importing the stages"

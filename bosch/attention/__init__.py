@@ -6,7 +6,6 @@ All backends compute the same outputs and gradients as `eager`.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Collection
 from typing import TypeAlias
 
@@ -15,10 +14,13 @@ from torch import Tensor
 
 from bosch.attention.call import AttentionCall
 from bosch.attention.context import AttentionContext
-from bosch.attention.eager import eager_weights
+from bosch.attention.eager import eager_attention, eager_weights
+from bosch.attention.flex import flex_kernel_attention
 from bosch.attention.kernels import HALF_DTYPES
 from bosch.attention.layout import CachedStates, HeadGroup, HeadLayout
 from bosch.attention.logit_transform import LogitTransform
+from bosch.attention.sdpa import sdpa_attention
+from bosch.attention.varlen import varlen_attention
 from bosch.backends import BACKENDS, WIDEST_HEAD, check_backend, check_sinks, resolve_backend
 
 __all__ = [
@@ -41,20 +43,12 @@ __all__ = [
 
 # Computes one layer's attention: [B, T, HQ, D].
 AttentionFunction: TypeAlias = Callable[[AttentionCall], Tensor]
-_FUNCTIONS: dict[str, AttentionFunction] = {}
-
-
-def _function(backend: str) -> AttentionFunction:
-    if backend not in _FUNCTIONS:
-        module, _, name = BACKENDS[backend].function.partition(":")
-        # In a saved model's code file all functions are in one module.
-        bundled = globals().get(name)
-        _FUNCTIONS[backend] = bundled or getattr(importlib.import_module(module), name)
-    return _FUNCTIONS[backend]
-
-
-for _backend in BACKENDS:  # at import, outside of compiled graphs
-    _function(_backend)
+_FUNCTIONS: dict[str, AttentionFunction] = {
+    "eager": eager_attention,
+    "sdpa": sdpa_attention,
+    "varlen": varlen_attention,
+    "flex": flex_kernel_attention,
+}
 
 
 def fastest_backend(
@@ -68,10 +62,10 @@ def fastest_backend(
 ) -> str:
     """Name of the fastest backend for whole sequences on this machine; all compute the same.
 
-    On a GPU the first of flash-attn, torch's varlen attention and flex that is installed and
-    supports the dtype, sinks, dropout, the model's `needs`
-    (`bosch.model.families.attention_needs`), parts of sequences (`chunks`), and outputs that are
-    saved while the rest of a layer is recomputed (`saved_outputs`). Otherwise sdpa.
+    On a GPU the first of torch's varlen attention and flex that can run and supports the dtype,
+    sinks, dropout, the model's `needs` (`bosch.model.families.attention_needs`), parts of sequences
+    (`chunks`), and outputs that are saved while the rest of a layer is recomputed
+    (`saved_outputs`). Otherwise sdpa.
     """
     requests = {
         "sinks": sinks > 0,
@@ -142,7 +136,7 @@ def compute_attention(call: AttentionCall) -> Tensor:
         check_backend(call.backend, needs)
     # A cache holds different tokens for each head; sdpa replaces a backend that cannot read it.
     cannot_read = isinstance(key, CachedStates) and "cache" in BACKENDS[call.backend].lacks
-    return _function("sdpa" if cannot_read else call.backend)(call)
+    return _FUNCTIONS["sdpa" if cannot_read else call.backend](call)
 
 
 def _needs(call: AttentionCall) -> dict[str, str]:

@@ -134,9 +134,6 @@ def attention_after_past(
     states = (query, key, value)
     if not transform.is_plain or any(x.stride(-1) != 1 for x in states):
         return None
-    if query.device.type == "cpu":
-        differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in states)
-        return None if dropout or differentiable else _past_and_chunk(*states, transform.scaling)
     shared = query.shape[1] != key.shape[1]
     if query.device.type != "cuda" or torch.compiler.is_compiling():
         return None
@@ -146,15 +143,3 @@ def attention_after_past(
         *states, mask=causal_lower_right(query.shape[2], key.shape[2]), dropout=dropout,
         scale=transform.scaling,
     )  # fmt: skip
-
-
-def _past_and_chunk(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """Attention to the past (all) and the chunk (causal), combined by their log-sum-exps."""
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    past = key.shape[2] - query.shape[2]
-    before, log_before = kernel(query, key[:, :, :past], value[:, :, :past], scale=scaling)
-    within, log_within = kernel(
-        query, key[:, :, past:], value[:, :, past:], is_causal=True, scale=scaling
-    )
-    share = torch.sigmoid(log_before - log_within)[..., None]  # [B, HQ, T, 1]
-    return torch.lerp(within.to(share.dtype), before.to(share.dtype), share).to(query.dtype)

@@ -16,7 +16,7 @@ from torch import Tensor
 from bosch.attention.call import AttentionCall, GroupCall
 from bosch.attention.context import AttentionContext
 from bosch.attention.sdpa import sdpa_attention
-from bosch.backends.varlen import VARLEN_MODULE
+from bosch.backends import VARLEN_MODULE
 
 _CAUSAL = (-1, 0)
 

@@ -11,27 +11,16 @@ import functools
 from collections import defaultdict
 from importlib import resources
 
-from bosch.backends import BACKENDS
 from bosch.version import VERSION
-
-
-def _backend_files() -> list[str]:
-    """Each backend's entry, then the file of its function."""
-    files = []
-    for name, entry in BACKENDS.items():
-        module = entry.function.partition(":")[0].removeprefix("bosch.").replace(".", "/")
-        files += [f"backends/{name}.py", f"{module}.py"]
-    return list(dict.fromkeys(files))
-
 
 # The files that a loaded model needs, each after its dependencies.
 MODULES = (
-    "errors.py", "window.py", "masks.py", "backends/__init__.py", "model/families.py",
+    "errors.py", "window.py", "masks.py", "backends.py", "model/families.py",
     "attention/context.py", "attention/layout.py", "attention/logit_transform.py",
-    "attention/call.py", "attention/kernels.py", "attention/causal.py", *_backend_files(),
-    "attention/__init__.py", "model/interface.py", "model/cache.py",
-    "model/configuration.py", "model/permutation.py", "model/adapters.py",
-    "model/deploy_mode.py",
+    "attention/call.py", "attention/kernels.py", "attention/causal.py", "attention/eager.py",
+    "attention/sdpa.py", "attention/varlen.py", "attention/flex.py", "attention/__init__.py",
+    "model/interface.py", "model/cache.py", "model/configuration.py", "model/permutation.py",
+    "model/adapters.py", "model/deploy_mode.py",
 )  # fmt: skip
 
 _HEAD = '''"""{model} whose heads are full or sliding, for transformers.

@@ -40,7 +40,6 @@ _PACKAGES = (
     "numpy",
     "pyarrow",
     "PyNomadBBO",
-    "flash-attn",
     "liger-kernel",
     "deepspeed",
     "lm-eval",

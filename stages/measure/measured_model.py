@@ -15,7 +15,7 @@ import torch
 from transformers import DynamicCache
 
 from bosch.attention import HeadLayout
-from bosch.backends import BACKENDS, resolve_backend
+from bosch.backends import resolve_backend
 from bosch.budget import swa_budget
 from bosch.errors import RunError, UserError
 from bosch.masks import HeadMask
@@ -172,9 +172,7 @@ def _load(path: str, config: Any, settings: MeasureSettings) -> Any:
 def _original(model: Any, settings: MeasureSettings) -> MeasuredModel:
     """The original with transformers' attention, or with this project's and every head full."""
     name, backend = settings.original_attention, resolve_backend(settings.attention)
-    if name == "auto" and "flash_attention_2" in BACKENDS[backend].aliases:
-        name = "flash_attention_2"
-    elif name == "auto":  # compared with eager attention any hybrid would look fast
+    if name == "auto":  # compared with eager attention any hybrid would look fast
         name = "sdpa" if model._supports_sdpa else "hybrid"
     if name == "hybrid":
         prepare_for_search(model, settings.attention)

@@ -275,4 +275,4 @@ def lack_of_memory(
 FORMAT = 1
 REPORT = "efficiency.json"
 PAGE = "efficiency.html"
-_PACKAGES = ("bosch-pipeline", "torch", "transformers", "flash-attn", "numpy")
+_PACKAGES = ("bosch-pipeline", "torch", "transformers", "numpy")

@@ -233,7 +233,8 @@ _NAME_LENGTH = 100
 # For each attention implementation, a substring of the name of an operation that it always runs.
 _OPERATIONS = {
     **{name: impl.kernel for key, impl in BACKENDS.items() for name in (key, *impl.aliases)},
-    "flash_attention_3": "flash_attn",  # of transformers, for the original model only
+    # Of transformers, for the original model only.
+    **dict.fromkeys(("flash_attention_2", "flash_attention_3"), "flash_attn"),
 }
 
 

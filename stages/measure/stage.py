@@ -55,8 +55,8 @@ class MeasureSettings(Section):
         "auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "hybrid"
     ] = "auto"
     """attention of the original: a name of transformers such as sdpa or flash_attention_2, or
-    hybrid for the hybrid attention with every head full; auto: flash_attention_2 beside the flash
-    backend, else sdpa, or hybrid for a family without it"""
+    hybrid for the hybrid attention with every head full; auto: sdpa, or hybrid for a family without
+    it"""
     memory_limit: Bytes | None = None
     """most memory of a run, like 40GB or 512MiB"""
     random_weights: bool = False

@@ -39,14 +39,13 @@ Runner(loaded, launcher=launch).run()
 """
 
 
-def test_a_recipe_uses_a_stage_source_method_and_backend_added_as_files(
+def test_a_recipe_uses_a_stage_source_and_method_added_as_files(
     tmp_path: Path,
 ) -> None:
     checkout = tmp_path / "checkout"
     for package in ("bosch", "data_prep", "stages", "pipeline"):
         shutil.copytree(ROOT / package, checkout / package)
     shutil.copy(EXAMPLES / "own_method/last_layers.py", checkout / "bosch/search/methods")
-    shutil.copy(EXAMPLES / "own_backend/plain.py", checkout / "bosch/backends")
     shutil.copy(EXAMPLES / "own_source/backwards.py", checkout / "data_prep/documents/sources")
     (checkout / "stages/words").mkdir()
     (checkout / "stages/words/__init__.py").touch()
@@ -67,7 +66,6 @@ def test_a_recipe_uses_a_stage_source_method_and_backend_added_as_files(
     needle = {"tasks": ["niah_single_1"], "lengths": [512], "samples": 2}
     case.content["evaluate"] = {"needle": needle}
     case.content["words"] = {"folder": str(case.corpus)}
-    case.content["runtime"] |= {"attention": "plain"}
     case.save()
     done = subprocess.run(
         [sys.executable, "-c", COMMANDS, case.file],

@@ -19,7 +19,7 @@ from bosch.attention import BACKENDS, fastest_backend
 from pipeline.recipe.load import ROOT
 from stages.versions import installed_versions
 
-PACKAGES = ("torch", "transformers", "flash-attn", "liger-kernel", "deepspeed", "triton")
+PACKAGES = ("torch", "transformers", "liger-kernel", "deepspeed", "triton")
 PYTEST = ("pytest", "-q", "-s")
 # Heading and arguments of a module, those of most worth first; pytest's -s prints figures.
 CHECKS: tuple[tuple[str, tuple[str, ...]], ...] = (

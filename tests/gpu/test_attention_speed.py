@@ -70,18 +70,7 @@ def _full_kernels() -> dict[str, Attention]:
 
         return attend
 
-    seconds = {f"sdpa {kernel.name.lower()}": of_torch(kernel) for kernel in _KERNELS}
-    try:
-        from flash_attn import flash_attn_func
-    except ImportError:
-        return seconds
-
-    def flash(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        out: Tensor = flash_attn_func(query, key, value, causal=True)
-        return out
-
-    return {**seconds, "flash-attn": flash}
+    return {f"sdpa {kernel.name.lower()}": of_torch(kernel) for kernel in _KERNELS}
 
 
 def _hybrid_kernels() -> dict[str, Attention]:

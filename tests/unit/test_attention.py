@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.profiler import ProfilerActivity, profile
 
-from bosch import backends
 from bosch.attention import (
     BACKENDS,
     AttentionContext,
@@ -27,13 +25,10 @@ from bosch.attention import (
     hybrid_attention,
     kernels,
     pass_context,
-    resolve_backend,
 )
 from bosch.attention import context as contexts
 from bosch.attention.kernels import FUSED_KERNELS, fused_attention
-from bosch.backends import BackendName, lacking
-from bosch.errors import UserError
-from bosch.model.code_file import MODULES
+from bosch.backends import lacking
 from bosch.model.families import attention_needs
 from bosch.model.materialize import materialize
 from bosch.window import Window
@@ -129,39 +124,6 @@ def test_a_large_chunk_with_a_past_needs_no_full_mask(monkeypatch: pytest.Monkey
     torch.testing.assert_close(result, expected)
 
 
-@pytest.mark.parametrize("rows", [(True, True), (True, False)], ids=str)
-@pytest.mark.parametrize(("length", "past"), [(2, 1), (3, 40), (40, 3), (70, 70), (300, 200)])
-def test_full_heads_of_a_chunk_with_a_past_need_no_mask(
-    length: int, past: int, rows: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = Case(length, 16, 0, rows, batch=2, past=past)
-    tensors, visible, shapes = case.tensors(), AttentionContext.visible, []
-
-    def watched(
-        context: AttentionContext, queries: torch.Tensor, keys: torch.Tensor, *more: Any
-    ) -> torch.Tensor:
-        shapes.append(keys.shape[-1])
-        return visible(context, queries, keys, *more)
-
-    for dtype, near in ((torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 2e-2)):
-        exact = hybrid_attention(*tensors, case.layout(), case.context(), backend="eager")
-        with torch.no_grad(), monkeypatch.context() as patch:
-            patch.setattr(AttentionContext, "visible", watched)
-            states = (x.to(dtype) for x in tensors)
-            result = hybrid_attention(*states, case.layout(), case.context(), backend="sdpa")
-        torch.testing.assert_close(result.double(), exact, rtol=near, atol=near)
-    assert not shapes if all(rows) else max(shapes, default=0) < length + past
-
-
-def test_states_of_any_strides_may_follow_a_past() -> None:
-    """torch's CPU kernel without masks reads the dimensions of a head contiguously."""
-    case = Case(40, 16, 0, (True, False), past=30)
-    states = [x.detach().mT.contiguous().mT for x in case.tensors(torch.float32)]
-    expected = hybrid_attention(*states, case.layout(), case.context(), backend="eager")
-    result = hybrid_attention(*states, case.layout(), case.context(), backend="sdpa")
-    torch.testing.assert_close(result, expected)
-
-
 def test_masks_are_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     visible = AttentionContext.visible
@@ -189,42 +151,14 @@ def test_inconsistent_numbers_of_heads_are_refused() -> None:
         HeadLayout((HeadGroup((0,), Window(4, 1)), HeadGroup((1,), Window(5))))
 
 
-def test_a_backend_is_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing else names it: here it is one in the tests."""
-    folder = str(Path(__file__).parents[1] / "own_backend")
-    monkeypatch.setattr(backends, "__path__", [*backends.__path__, folder])
-    known = dict(BACKENDS)
-    try:
-        backends.register_all([folder])
-        assert set(BACKENDS) == {*known, "plain"}
-        assert resolve_backend("plain") == "plain"
-        (sentence,) = lacking("plain", {"sinks": "the layout has 2"})
-        assert sentence.startswith("plain has no sinks, the layout has 2; choose sdpa or ")
-        states = Case(5, 9, 0, (True, False)).tensors()
-        layout = HeadLayout.deploy({None: 1, Window(4): 1})
-        expected = hybrid_attention(*states, layout, backend="eager")
-        assert torch.equal(hybrid_attention(*states, layout, backend="plain"), expected)
-        with pytest.raises(UserError, match="plain has no sinks"):
-            hybrid_attention(
-                *states, HeadLayout.deploy({None: 1, Window(4, 1): 1}), backend="plain"
-            )
-    finally:
-        BACKENDS.clear()
-        BACKENDS.update(known)
-        sys.modules.pop("bosch.backends.plain", None)
-
-
-def test_every_backend_file_can_be_named_in_a_recipe_and_all_models_have_sdpa() -> None:
-    files = {path.stem for path in Path(backends.__file__).parent.glob("[a-z]*.py")}
-    assert set(get_args(BackendName)) == {"auto", *BACKENDS} == {"auto", *files}
-    assert {f"backends/{name}.py" for name in files} <= set(MODULES), "goes with a saved model"
+def test_a_missing_ability_is_named_with_the_backends_that_have_it() -> None:
     for name, entry in BACKENDS.items():
         for ability in entry.lacks:
             (sentence,) = lacking(name, {ability: "somebody asks"})
             assert sentence.startswith(name) and ", somebody asks; choose sdpa" in sentence
     assert lacking("auto", {"sinks": "x"}) == lacking("sdpa", {"sinks": "x"}) == []
-    (sentence, _) = lacking("flash", {"sinks": "x", "softcap": "y"})
-    assert sentence.startswith("flash has no sinks, x; choose sdpa")
+    (sentence, _) = lacking("varlen", {"sinks": "x", "softcap": "y"})
+    assert sentence.startswith("varlen has no sinks, x; choose sdpa")
 
 
 def test_only_one_place_calls_torchs_attention() -> None:
@@ -350,19 +284,18 @@ def test_the_fastest_backend_is_the_first_with_all_abilities(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     half = torch.bfloat16
-    assert fastest_backend(half) == ("sdpa" if not torch.cuda.is_available() else "flash")
+    assert fastest_backend(half) == ("sdpa" if not torch.cuda.is_available() else "varlen")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for name in ("flash", "varlen", "flex"):
+    for name in ("varlen", "flex"):
         monkeypatch.setitem(BACKENDS, name, BACKENDS[name]._replace(usable=lambda: True))
-    assert fastest_backend(half) == "flash"
+    assert fastest_backend(half) == "varlen"
     assert fastest_backend(half, sinks=4) == fastest_backend(torch.float32) == "flex"
-    assert fastest_backend(half, dropout=0.1) == "flash"
-    assert fastest_backend(half, sinks=4, dropout=0.1) == "sdpa"
-    assert fastest_backend(half, needs={"softcap"}) == "sdpa"
+    assert fastest_backend(half, dropout=0.1) == fastest_backend(half, sinks=4, dropout=0.1)
+    assert fastest_backend(half, dropout=0.1) == fastest_backend(half, needs={"softcap"}) == "sdpa"
     assert fastest_backend(half, needs={"head_logits"}) == "flex"
     assert fastest_backend(half, needs={"wide_heads"}) == "sdpa"
-    monkeypatch.setitem(BACKENDS, "flash", BACKENDS["flash"]._replace(usable=lambda: False))
-    assert fastest_backend(half) == "varlen"
+    monkeypatch.setitem(BACKENDS, "varlen", BACKENDS["varlen"]._replace(usable=lambda: False))
+    assert fastest_backend(half) == "flex"
 
 
 def test_abilities_that_a_familys_attention_needs() -> None:

@@ -1,11 +1,10 @@
 """Every backend against the oracle, over shapes drawn by hypothesis, with and without caches.
 
-flex runs without a compiler and in small blocks, flash with a stand-in for the flash-attn package.
+flex runs without a compiler and in small blocks, varlen with a stand-in for its kernel.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -32,7 +31,7 @@ from bosch.model.interface import context_of_pass
 from bosch.model.materialize import materialize
 from bosch.model.search_mode import apply_head_mask, prepare_for_search
 from bosch.window import Window
-from tests import fake_flash
+from tests import fake_varlen
 from tests.attention_case import WIDTHS, Case, cases, full_first
 from tests.hybrid_case import mask_of, random_mask, small_model, tokens
 from tests.peak_memory import TensorBytes
@@ -43,7 +42,7 @@ _NEAR = {"rtol": 1e-9, "atol": 1e-9}
 @pytest.fixture(scope="module", autouse=True)
 def _stand_ins() -> Iterator[None]:
     patch = pytest.MonkeyPatch()
-    fake_flash.install(patch)
+    fake_varlen.install(patch)
     yield
     patch.undo()
 
@@ -59,23 +58,11 @@ def _outputs_and_gradients(case: Case, backend: str, **options: Any) -> list[Ten
     return [out.detach(), *torch.autograd.grad((out * weight).sum(), tensors)]
 
 
-def _refusal(case: Case, backend: str) -> str | None:
-    """The message with which a backend refuses a problem."""
-    if backend in ("flash", "varlen") and case.sinks and not all(case.rows):
-        return "has no sinks"
-    if backend != "flash":
-        return None
-    valid = case.context().valid
-    rows = [] if valid is None else ["".join(str(int(x)) for x in row) for row in valid.tolist()]
-    return "not between its tokens" if any("01" in row.lstrip("0") for row in rows) else None
-
-
 def _check(case: Case) -> None:
     expected = _outputs_and_gradients(case, "eager")
-    for backend in ("sdpa", "flex", "flash", "varlen"):
-        refused = _refusal(case, backend)
-        if refused:
-            with pytest.raises(UserError, match=refused):
+    for backend in ("sdpa", "flex", "varlen"):
+        if backend == "varlen" and case.sinks and not all(case.rows):
+            with pytest.raises(UserError, match="has no sinks"):
                 _outputs_and_gradients(case, backend)
         else:
             result = _outputs_and_gradients(case, backend)
@@ -116,7 +103,7 @@ def test_varlen_runs_its_kernel_once_for_each_kind_of_head(
     padding: str, rows: tuple[bool, ...], kinds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For whole sequences without padding."""
-    kernel = Mock(side_effect=fake_flash.varlen_attn)
+    kernel = Mock(side_effect=fake_varlen.varlen_attn)
     monkeypatch.setattr(torch_varlen, "varlen_attn", kernel)
     case = Case(70, 16, 0, rows, batch=2, padding=padding, seed=2)
     hybrid_attention(*case.tensors(), case.layout(), case.context(), backend="varlen")
@@ -158,11 +145,11 @@ def chunkings(draw: st.DrawFn) -> tuple[Case, list[int], str, str]:
     one = st.sampled_from([1, 1, 2, window, window + 1, 19, 40])
     sizes = draw(st.lists(one, min_size=1, max_size=5))
     sizes += [1] * draw(st.integers(0, 12))
-    backend = draw(st.sampled_from(["eager", "sdpa", "flash"]))
+    backend = draw(st.sampled_from(["eager", "sdpa"]))
     case = Case(
         sum(sizes),
         window,
-        0 if backend == "flash" else draw(st.sampled_from([0, 1, 4])),
+        draw(st.sampled_from([0, 1, 4])),
         tuple(draw(st.lists(st.booleans(), min_size=1, max_size=4))),
         batch=2,
         padding=draw(st.sampled_from(["none", "left"])),
@@ -211,13 +198,13 @@ def test_chunks_and_decoding_with_a_cache_equal_the_oracle_without(
     torch.testing.assert_close(torch.cat(outputs, dim=1)[real], expected[real], **_NEAR)
 
 
-def _patched_flash_is_usable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(BACKENDS, "flash", BACKENDS["flash"]._replace(usable=lambda: True))
+def _patched_varlen_is_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BACKENDS, "varlen", BACKENDS["varlen"]._replace(usable=lambda: True))
 
 
-def test_flash_runs_in_whole_models(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_varlen_runs_in_whole_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed documents, left padding, and generation with both caches."""
-    _patched_flash_is_usable(monkeypatch)
+    _patched_varlen_is_usable(monkeypatch)
     ids, mask = tokens(2, 40), torch.ones(2, 40, dtype=torch.long)
     mask[0, :11] = 0
     positions = torch.cat([torch.arange(13), torch.arange(27)]).expand(2, -1)
@@ -229,41 +216,41 @@ def test_flash_runs_in_whole_models(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         expected = [model(ids, use_cache=False, **x).logits for x in inputs]
         text = hybrid.generate(ids, **options)
-        kernel = Mock(side_effect=fake_flash.flash_attn_varlen_func)
-        monkeypatch.setattr(sys.modules["flash_attn"], "flash_attn_varlen_func", kernel)
-        prepare_for_search(model, "flash")
+        kernel = Mock(side_effect=fake_varlen.varlen_attn)
+        monkeypatch.setattr(torch_varlen, "varlen_attn", kernel)
+        prepare_for_search(model, "varlen")
         apply_head_mask(model, random_mask(Window(7)))
         hybrid.set_attn_implementation("flash_attention_2")
         for tried in (model, hybrid):
             for x, logits in zip(inputs, expected, strict=True):
                 result = tried(ids, use_cache=False, **x).logits
                 torch.testing.assert_close(result, logits, rtol=1e-4, atol=1e-5)
-        assert kernel.call_count == 24
+        assert kernel.call_count == 12  # sdpa computes the padded pass
         assert torch.equal(hybrid.generate(ids, **options), text)
         assert torch.equal(hybrid.generate(ids, cache_implementation="static", **options), text)
 
 
-def test_flash_refuses_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="needs a GPU and the flash-attn package; choose auto"):
-        resolve_backend("flash")
-    _patched_flash_is_usable(monkeypatch)
+def test_varlen_refuses_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="needs a GPU and a torch with windows"):
+        resolve_backend("varlen")
+    _patched_varlen_is_usable(monkeypatch)
     hybrid = materialize(small_model(), random_mask(Window(7, 2)))
-    with pytest.raises(UserError, match="flash has no sinks, its layout has 2; choose sdpa"):
-        hybrid.set_attn_implementation("flash")
+    with pytest.raises(UserError, match="varlen has no sinks, its layout has 2; choose sdpa"):
+        hybrid.set_attn_implementation("varlen")
     model = small_model()
-    prepare_for_search(model, "flash")
-    with pytest.raises(UserError, match="flash has no sinks, its layout has 2; choose sdpa"):
+    prepare_for_search(model, "varlen")
+    with pytest.raises(UserError, match="varlen has no sinks, its layout has 2; choose sdpa"):
         apply_head_mask(model, random_mask(Window(7, 2)))
     capped = small_model("gemma2")
     capped = materialize(capped, mask_of(capped.config, Window(7)))
-    with pytest.raises(UserError, match="flash has no capped attention scores, the model has"):
-        capped.set_attn_implementation("flash")
+    with pytest.raises(UserError, match="varlen has no capped attention scores, the model has"):
+        capped.set_attn_implementation("varlen")
     with pytest.raises(UserError, match="attn_implementation='flash_attention_3' has no hybrid"):
         hybrid.set_attn_implementation("flash_attention_3")
     monkeypatch.setattr(attention, "HALF_DTYPES", (torch.float16, torch.bfloat16))
     low = torch.zeros(1, 2, 4, 8, dtype=torch.bfloat16)
     out = hybrid_attention(
-        low, low, low, full_first(1, 2, Window(4)), AttentionContext(4), backend="flash"
+        low, low, low, full_first(1, 2, Window(4)), AttentionContext(4), backend="varlen"
     )
     assert out.shape == (1, 4, 2, 8)
 
@@ -340,10 +327,7 @@ _LOST = {"head_logits": torch.full((8,), -9.0, dtype=torch.float64)}
 
 @pytest.mark.parametrize(
     ("backend", "options"),
-    [
-        *((name, options) for name in ("eager", "sdpa") for options in ({}, _CAPPED, _LOST)),
-        ("flash", {}),
-    ],
+    [(name, options) for name in ("eager", "sdpa") for options in ({}, _CAPPED, _LOST)],
 )
 @pytest.mark.parametrize("rows", [(True,), (False,)], ids=["full", "sliding"])
 @pytest.mark.parametrize(
@@ -361,8 +345,7 @@ def test_dropout_is_applied_on_every_path(
     backend: str, case: Case, rows: tuple[bool, ...], options: dict[str, Any]
 ) -> None:
     """Values of one sum to one without dropout, and on average to one with it."""
-    sinks = 0 if backend == "flash" else case.sinks
-    case = replace(case, rows=rows * 4, sinks=sinks)
+    case = replace(case, rows=rows * 4)
     query, key, value = (x.detach() for x in case.tensors())
     states = query, key, torch.ones_like(value)
     out = hybrid_attention(

@@ -263,14 +263,14 @@ _DISTRIBUTION = {"PyNomad": "PyNomadBBO", "vl_convert": "vl-convert-python", "ya
 _OWN = {"bosch", "data_prep", "pipeline", "recipes", "stages", "studies", "tests"}
 # The extras in which each folder's imports may be declared; "" is the core, for the library.
 _EXTRAS = {
-    "bosch": ("", "pipeline", "flash", "mlx"),
+    "bosch": ("", "pipeline", "mlx"),
     "data_prep": ("", "pipeline", "eval"),
     "pipeline": ("", "pipeline"),
     "stages": ("", "pipeline", "eval", "adapt", "gpu"),
     "docs": ("", "pipeline", "test", "docs"),
     "recipes": ("", "pipeline"),
     "studies": ("", "pipeline"),
-    "tests": ("", "pipeline", "eval", "adapt", "gpu", "serve", "test", "flash", "mlx"),
+    "tests": ("", "pipeline", "eval", "adapt", "gpu", "serve", "test", "mlx"),
 }
 # The dependencies of vllm conflict with ours; triton comes with torch's builds for a GPU. On a CPU
 # each has its own environment.

@@ -253,7 +253,6 @@ def test_planned_variants_are_the_original_and_the_grid() -> None:
         ("hybrid", None, {"ratios": (0.5,)}, "--ratios: the model is a hybrid"),
         ("model", None, {"attention": "flex"},
          "--attention: flex computes no passes with a KV cache, a"),
-        ("hybrid", None, {"attention": "flash"}, "flash has no sinks, the model has 2"),
         ("hybrid", "wide", {},
          r"^--original: .*/wide has 2 layers of 4 KV heads, .*/hybrid has 2 of 2"),
     ],
@@ -262,7 +261,7 @@ def test_impossible_measurements_are_refused_before_any_run(
     model: str, original: str | None, options: Any, sentence: str,
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    for name in ("flex", "flash", "varlen"):
+    for name in ("flex", "varlen"):
         monkeypatch.setitem(BACKENDS, name, BACKENDS[name]._replace(usable=lambda: True))
     config = json.loads((folder / "model" / "config.json").read_text())
     (folder / "wide").mkdir(exist_ok=True)
@@ -283,9 +282,9 @@ def test_an_output_below_a_file_is_refused_in_a_sentence(folder: Path, tmp_path:
 @pytest.mark.parametrize(
     ("requested", "ran"),
     [
-        ("flash", ["aten::_scaled_dot_product_flash_attention_for_cpu"]),
+        ("varlen", ["aten::_scaled_dot_product_flash_attention_for_cpu"]),
         ("eager", ["aten::_scaled_dot_product_attention_math", "aten::softmax"]),
-        ("flash", ["aten::softmax"]),
+        ("varlen", ["aten::softmax"]),
         ("sdpa", ["aten::softmax"]),
         ("sdpa", []),
     ],

@@ -88,7 +88,7 @@ def test_outputs_and_gradients_equal_the_definition(
             torch.testing.assert_close(left, right)
 
 
-@pytest.mark.parametrize("backend", ["flex", "flash", "varlen"])
+@pytest.mark.parametrize("backend", ["flex", "varlen"])
 def test_backends_that_do_not_support_changed_logits_refuse_them(backend: str) -> None:
     *tensors, logits = _tensors(8)
     with pytest.raises(UserError, match=f"{backend} has no capped attention scores"):

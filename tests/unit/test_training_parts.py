@@ -567,12 +567,11 @@ def test_liger_must_patch_every_norm_and_mlp(case: Path) -> None:
 @pytest.mark.parametrize(
     ("precision", "runtime", "name"),
     [
-        ("bf16", {}, "flash"),
+        ("bf16", {}, "varlen"),
         ("no", {}, "flex"),
         ("no", {"checkpointing": "attention"}, "sdpa"),
         ("no", {"checkpointing": "full"}, "flex"),
-        ("bf16, no flash-attn", {}, "varlen"),
-        ("bf16, no flash-attn", {"context_parallel": 2}, "flex"),
+        ("bf16", {"context_parallel": 2}, "flex"),
         ("bf16", {"attention": "eager"}, "eager"),
     ],
 )
@@ -584,12 +583,8 @@ def test_training_takes_the_fastest_backend_that_supports_the_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    precision, _, absent = precision.partition(", no ")
-    for backend in ("flash", "varlen", "flex"):
-        here = backend != "flash" or not absent
-        monkeypatch.setitem(
-            BACKENDS, backend, BACKENDS[backend]._replace(usable=lambda here=here: here)
-        )
+    for backend in ("varlen", "flex"):
+        monkeypatch.setitem(BACKENDS, backend, BACKENDS[backend]._replace(usable=lambda: True))
     config = stage_config(train={"mixed_precision": precision}, runtime=runtime)
     folder = case / "materialize" / "model"
     assert attention_backend(folder, config.model, config.section, config.runtime) == name

@@ -1,15 +1,12 @@
-"""Abilities of the attention backends, and messages for those they lack. Needs no torch.
-
-A backend is a file in this folder that registers its entry. Its function is in the same file, with
-torch imported inside it, or in another file.
-"""
+"""Abilities of the attention backends, and messages for those they lack. Needs no torch."""
 
 from __future__ import annotations
 
 import importlib
-import pkgutil
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Literal, NamedTuple
+import importlib.util
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple, get_args
 
 from bosch.errors import UserError
 
@@ -35,47 +32,62 @@ def has_gpu() -> bool:
     return bool(importlib.import_module("torch").cuda.is_available())
 
 
+VARLEN_MODULE = "torch.nn.attention.varlen"
+_VARLEN_OPTIONS = {"scale", "window_size", "enable_gqa"}  # added after the function itself
+
+
+def _has_varlen() -> bool:
+    if not has_gpu() or importlib.util.find_spec(VARLEN_MODULE) is None:
+        return False
+    function = importlib.import_module(VARLEN_MODULE).varlen_attn
+    return set(inspect.signature(function).parameters) >= _VARLEN_OPTIONS
+
+
 class BackendEntry(NamedTuple):
     """Description of a backend.
 
-    `function`: `module:name` of an `AttentionFunction`, which computes one layer's attention.
     `kernel`: part of the name of an operation that it always runs. `aliases`: its names in
     transformers. `usable`: whether it can run here; `needs`: the requirement, as text. `lacks`:
-    keys of `_LACKS`. `rank`: order among the backends; the fastest one for a GPU has the lowest.
+    keys of `_LACKS`.
     """
 
-    function: str
     kernel: str
-    rank: int
     aliases: tuple[str, ...] = ()
     usable: Callable[[], bool] = lambda: True
     needs: str = ""
     lacks: tuple[str, ...] = ()
 
 
-BACKENDS: dict[str, BackendEntry] = {}
-
-
-def register(name: str, entry: BackendEntry) -> None:
-    """Add a backend, in the order of ranks."""
-    entries = sorted({**BACKENDS, name: entry}.items(), key=lambda item: item[1].rank)
-    BACKENDS.clear()
-    BACKENDS.update(entries)
-
-
-def register_all(folders: Iterable[str]) -> None:
-    """Import every file of these folders; each registers its backend."""
-    for module in pkgutil.iter_modules(folders):
-        importlib.import_module(f"{__name__}.{module.name}")
-
-
-# A saved model's code file has all entries in one module, and no folder.
-register_all(globals().get("__path__", ()))
-
-if TYPE_CHECKING:
-    BackendName = str
-else:
-    BackendName = Literal["auto", *BACKENDS]
+# Their functions are in `bosch.attention`. Of those for a GPU the fastest comes first.
+BACKENDS = {
+    # The reference for the others.
+    "eager": BackendEntry("softmax", lacks=("saved_outputs",)),
+    # torch's fused kernels for full heads, bands for sliding ones: the default on every device.
+    "sdpa": BackendEntry("_scaled_dot_product_"),
+    # The kernel of flash-attn that comes with torch, for whole sequences.
+    "varlen": BackendEntry(
+        "varlen_attn",
+        aliases=("flash_attention_2",),
+        usable=_has_varlen,
+        needs="a GPU and a torch with windows in torch.nn.attention.varlen",
+        lacks=(
+            "sinks", "float32", "dropout", "softcap", "head_logits", "wide_heads", "cache",
+            "chunks", "cpu",
+        ),
+    ),
+    # torch's FlexAttention: one compiled kernel for full and sliding heads. Its blocks for heads of
+    # 512 dimensions take 263,168 bytes of shared memory; an H100 has 232,448
+    # (https://github.com/NVIDIA-NeMo/Automodel/pull/3064).
+    "flex": BackendEntry(
+        "flex_attention",
+        aliases=("flex_attention",),
+        usable=has_gpu,
+        needs="a GPU",
+        lacks=("dropout", "softcap", "wide_heads", "cache", "saved_outputs", "cpu"),
+    ),
+}  # fmt: skip
+BackendName = Literal["auto", "eager", "sdpa", "varlen", "flex"]
+assert get_args(BackendName) == ("auto", *BACKENDS)
 
 
 def resolve_backend(name: str = "auto") -> str:
