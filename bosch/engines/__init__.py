@@ -1,1 +1,1 @@
-"""Hybrids for engines other than transformers: a module for each, and none knows another."""
+"""Hybrids for engines other than transformers: a module or folder for each; none knows another."""

@@ -13,10 +13,10 @@ from typing import Any
 
 from bosch.budget import LayerHeads
 from bosch.commands import print_json
+from bosch.engines.vllm.plan import request_bytes, served_tokens
 from bosch.errors import UserError
 from bosch.hardware import DEVICES, cpu_cores
 from bosch.model.cache_size import CacheSize
-from bosch.vllm.plan import request_bytes, served_tokens
 from pipeline.commands import RecipeCommand
 from pipeline.recipe.faults import suggest
 from pipeline.recipe.load import all_faults, missing_inputs

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bosch.engines.vllm.plan import request_bytes
 from bosch.files import exists
 from bosch.mask_files import Front, HeadMaskFile
 from bosch.model.cache_size import CacheSize
 from bosch.model.stored_config import StoredConfig
-from bosch.vllm.plan import request_bytes
 from bosch.window import Window, windows_text
 from stages.evaluate.scores import HYBRID, ORIGINAL, PositionLoss, Scores, SuiteScores, read_samples
 from stages.materialize.stage import MODEL, MaterializeSummary, read_model_config

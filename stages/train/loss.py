@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bosch.model.context_parallel import ContextParallel
 from bosch.model.families import logit_scale
 from bosch.objective.answers import scaled_logits
+from bosch.parallel.context import ContextParallel
 from stages.train.memory import chunk_tokens
 
 IGNORED = -100  # label of a position that is not predicted

@@ -27,9 +27,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 from bosch.attention import fastest_backend
 from bosch.backends import BACKENDS, resolve_backend
 from bosch.errors import RunError, UserError
-from bosch.model.context_parallel import ContextParallel
 from bosch.model.families import HYBRID_PREFIX, attention_needs, text_config
 from bosch.model.loading import load_config, load_model
+from bosch.parallel.context import ContextParallel
 from stages.context import ModelConfig, Runtime
 from stages.train.distillation import TeacherLoss
 from stages.train.loss import install_loss

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from bosch.errors import RunError
 from bosch.hardware import host_memory
-from bosch.model.context_parallel import ContextParallel
+from bosch.parallel.context import ContextParallel
 from bosch.this_process import local_world_size, world_size
 from stages.context import Runtime
 from stages.train.schedule import Schedule

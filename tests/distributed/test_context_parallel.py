@@ -19,13 +19,17 @@ from bosch.attention import (
     LogitTransform,
     hybrid_attention,
 )
-from bosch.attention.context_parallel import Communicator, SplitPass, split_attention
-from bosch.context_split import ContextSplit
 from bosch.errors import RunError, UserError
-from bosch.model.context_parallel import ContextParallel
 from bosch.model.families import split_fault
 from bosch.model.interface import attention_modules, required_state, set_head_state
 from bosch.model.materialize import materialize
+from bosch.parallel.context import (
+    Communicator,
+    ContextParallel,
+    ContextSplit,
+    SplitPass,
+    split_attention,
+)
 from bosch.window import Window
 from stages.train.loss import install_loss, token_losses
 from stages.train.watch import NeedleWatch

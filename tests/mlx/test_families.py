@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from mlx_lm.utils import load_model
 
+from bosch.engines.mlx.models import SERVED, register
 from bosch.errors import UserError
-from bosch.mlx.models import SERVED, register
 from bosch.model.families import decoder_layers
 from tests.hybrid_case import FAMILY_NAMES, small_config
 from tests.vllm_case import SIZES, load_reference, random_prompts, save_hybrid, save_menu_hybrid

@@ -29,9 +29,9 @@ from mlx_lm.tuner.trainer import grad_checkpoint
 from mlx_lm.utils import load, load_model
 from transformers import AutoTokenizer
 
+from bosch.engines.mlx.models import register
 from bosch.errors import UserError
 from bosch.masks import HeadMask
-from bosch.mlx.models import register
 from bosch.model.cache_size import CacheSize
 from bosch.model.families import decoder_layers
 from tests.model_server import running
@@ -45,7 +45,7 @@ from tests.vllm_case import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMAND = [sys.executable, "-m", "bosch.mlx"]
+COMMAND = [sys.executable, "-m", "bosch.engines.mlx"]
 _STEP = 256  # tokens by which mlx-lm's caches grow
 _PATIENCE_SECONDS = 300
 

@@ -65,7 +65,7 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
     "granitemoe_swa": {"attention_multiplier": 32**-0.5},
 }
 _REFUSED = "refused: "
-# How the plugin's refusals begin (bosch/vllm/checks.py): the page gives the reason alone.
+# How the plugin's refusals begin (bosch/engines/vllm/checks.py): the page gives the reason alone.
 _NOT_SERVED = "the plugin for vLLM does not serve this model, because "
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from bosch.vllm.groups import groups_of_modules
-from bosch.vllm.plan import Grouping, ModulePlan, Request, module_plan
+from bosch.engines.vllm.groups import groups_of_modules
+from bosch.engines.vllm.plan import Grouping, ModulePlan, Request, module_plan
 
 RECORD = Path(__file__).parents[1] / "data" / "vllm_planner.json"
 CACHE_BYTES = 2**37

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from bosch.context_split import ContextSplit
 from bosch.errors import UserError
 from bosch.model.families import split_fault
+from bosch.parallel.context import ContextSplit
 from pipeline.recipe.load import load_recipe
 from tests.pipeline_case import Case
 

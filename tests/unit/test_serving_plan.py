@@ -15,20 +15,16 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from bosch.errors import UserError
-from bosch.model.families import DecoderLayers
-from bosch.model.head_weights import measure_head_weights
-from bosch.model.permutation import in_order
-from bosch.vllm import cache_settings, plugin
-from bosch.vllm.checks import (
+from bosch.engines.vllm import cache_settings, plugin
+from bosch.engines.vllm.checks import (
     check_complete,
     check_engine,
     check_order,
     grouping_of,
     plan_of,
 )
-from bosch.vllm.groups import groups_of_modules, module_name
-from bosch.vllm.plan import (
+from bosch.engines.vllm.groups import groups_of_modules, module_name
+from bosch.engines.vllm.plan import (
     Grouping,
     ModulePlan,
     Request,
@@ -39,7 +35,11 @@ from bosch.vllm.plan import (
     request_bytes,
     served_tokens,
 )
-from bosch.vllm.plugin import show_user_errors_as_messages
+from bosch.engines.vllm.plugin import show_user_errors_as_messages
+from bosch.errors import UserError
+from bosch.model.families import DecoderLayers
+from bosch.model.head_weights import measure_head_weights
+from bosch.model.permutation import in_order
 from bosch.window import Window
 from tests.attention_case import full_first
 from tests.hybrid_case import small_model
@@ -444,7 +444,7 @@ def test_the_plugin_checks_before_and_sets_options_after_the_familys_own_hook(
         monkeypatch.setattr(plugin, name, lambda config, name=name: called.append(name))
     plugin.register()
     served = ("HybridOne", "HybridTwo")
-    assert registered == {name: f"bosch.vllm.models:{name}" for name in served}
+    assert registered == {name: f"bosch.engines.vllm.models:{name}" for name in served}
     for name, own in zip(served, ("its own", "vLLM's"), strict=True):
         called.clear()
         hooks[name].verify_and_update_config(None)

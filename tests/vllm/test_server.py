@@ -15,7 +15,7 @@ import pytest
 import torch
 from openai import OpenAI
 
-from bosch.vllm.plan import CPU_BLOCK_SIZE, Request, batch_tokens, engine_heads, module_plan
+from bosch.engines.vllm.plan import CPU_BLOCK_SIZE, Request, batch_tokens, engine_heads, module_plan
 from tests.model_server import running
 from tests.vllm_case import (
     QUICKSTART,

@@ -16,8 +16,8 @@ from vllm.model_executor.models import interfaces
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
+from bosch.engines.vllm.plan import ModulePlan, Request, engine_heads, module_plan
 from bosch.errors import UserError
-from bosch.vllm.plan import ModulePlan, Request, engine_heads, module_plan
 from stages.train.checkpoint import CheckpointWriter
 from stages.train.stage import CHECKPOINTS, checkpoint_name
 from tests.hybrid_case import KV_HEADS

@@ -1,4 +1,4 @@
-"""The commands of mlx-lm, which run hybrid models too: `python -m bosch.mlx --help` lists them."""
+"""mlx-lm's commands, also for hybrids: `python -m bosch.engines.mlx --help` lists them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import sys
 
 from mlx_lm import cli
 
+from bosch.engines.mlx.models import register
 from bosch.errors import UserError, printable
-from bosch.mlx.models import register
 
 _NO_DRAFTS = (
     "--draft-model: the windows of a hybrid cannot take back the tokens of a draft that are "

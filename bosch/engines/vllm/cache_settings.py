@@ -12,8 +12,8 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from bosch.vllm.checks import grouping_of, plan_of, served_layouts
-from bosch.vllm.plan import CPU_BLOCK_SIZE, batch_tokens
+from bosch.engines.vllm.checks import grouping_of, plan_of, served_layouts
+from bosch.engines.vllm.plan import CPU_BLOCK_SIZE, batch_tokens
 
 # vLLM configures the loggers below this name.
 _logger = logging.getLogger("vllm.bosch")

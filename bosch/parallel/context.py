@@ -1,31 +1,66 @@
-"""Attention of sequences that are split over processes: sliding heads receive only a halo.
+"""Context parallelism: sequences split over n processes, of which each computes two chunks.
 
-Each process holds two chunks of every sequence (`ContextSplit`) and computes their queries. For
-full heads it gathers all keys and values; for the heads of each window it receives the tokens
-before its chunks that the window reaches (the halo), and the sinks. Gradients go the same way back.
+A sequence of T tokens is cut into 2n chunks of C = T / 2n. Process r of n holds the chunks r and
+2n - 1 - r: under causal attention a late chunk sees more keys than an early one, so this balances
+the work. For a full head each process receives the keys and values of all tokens (all-gather), also
+of later ones, which it does not use. For a sliding head with window W it receives, for each of the
+two chunks, the W - 1 tokens before it (its halo, which may span several chunks) and the sinks.
+Gradients go the same way back.
 
-Shapes: B rows, n processes, C tokens of a chunk, T = 2nC of a sequence, HQ query heads, HKV
-key/value heads, HG of a group, K keys before a chunk, D head dimension, DKV that of a key and its
-value together.
+Shapes: B rows, HQ query heads, HKV key/value heads, HG of a group, K keys before a chunk, D head
+dimension, DKV that of a key and its value together.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from bosch.attention import AttentionCall, compute_attention
 from bosch.attention.context import AttentionContext
 from bosch.attention.layout import HeadGroup, HeadLayout
-from bosch.context_split import ContextSplit
+from bosch.errors import RunError, UserError
+from bosch.model.families import split_fault
+from bosch.model.interface import (
+    attention_module,
+    head_state,
+    layouts_of,
+    required_state,
+    set_head_state,
+)
 from bosch.window import Window
 
 _NO_DOCUMENT = -1
+
+
+@dataclass(frozen=True)
+class ContextSplit:
+    """`length` tokens over `ranks` processes; ValueError unless they make 2n equal chunks."""
+
+    length: int
+    ranks: int
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1 or self.length % (2 * self.ranks):
+            raise ValueError(f"{self.length} tokens cannot be cut into {2 * self.ranks} chunks")
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a chunk, C."""
+        return self.length // (2 * self.ranks)
+
+    def chunks_of(self, rank: int) -> tuple[int, int]:
+        """The two chunks of a process, in order."""
+        return rank, 2 * self.ranks - 1 - rank
+
+    def halo_start(self, chunk: int, window: Window) -> int:
+        """First slot, apart from sinks, that a sliding head sees from a chunk."""
+        return max(0, chunk * self.chunk - window.past)
 
 
 class Communicator:
@@ -260,3 +295,69 @@ def _near_keys(states: Tensor, window: Window, split_pass: SplitPass) -> list[Te
         earlier = rows.index_select(0, before.flatten()).view(*before.shape, *rows.shape[1:])
         keys.append(torch.cat([earlier.transpose(1, 2), chunk], dim=2))
     return keys
+
+
+class ContextParallel:
+    """Splits the sequences of models over the processes of `group`; one object for each process.
+
+    Every process computes its part of each sequence: it calls `begin`, then the model, then `whole`
+    if results of all tokens are needed. Installed models share the current pass.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.communicator = Communicator(group)
+        self.ranks = self.communicator.ranks  # processes that share each sequence
+        self._current: SplitPass | None = None
+
+    def install(self, model: Any) -> None:
+        """Make every layer exchange keys and values; UserError if `model` cannot be split."""
+        fault = split_fault(model.config)
+        if fault is not None:
+            raise UserError(f"runtime.context_parallel: the model cannot be split: {fault}; set 1")
+        for module in _attention_modules(model):
+            set_head_state(module, replace(required_state(module), attend=self._attend))
+
+    def check(self, model: Any) -> None:
+        """Raise RunError if a layer of `model` would compute attention only within a chunk."""
+        states = [head_state(module) for module in _attention_modules(model)]
+        if not all(state is not None and state.attend == self._attend for state in states):
+            raise RunError("runtime.context_parallel: a layer of the model does not take part")
+
+    def begin(
+        self, rows: int, length: int, positions: Tensor | None, device: torch.device
+    ) -> Tensor:
+        """Begin a pass over `rows` sequences of `length` tokens; returns local positions [B, 2C].
+
+        `positions` [B, T] restart with each document; None means one document per sequence.
+        """
+        document = None
+        if positions is None:
+            positions = torch.arange(length, device=device)[None]
+        else:
+            restarts = (positions[:, 1:] != positions[:, :-1] + 1).cpu()
+            document = nn.functional.pad(restarts.long(), (1, 0)).cumsum(-1)
+        split = ContextSplit(length, self.ranks)
+        self._current = SplitPass(split, rows, document, self.communicator, device)
+        return self.local(positions)
+
+    def local(self, values: Tensor) -> Tensor:
+        """This process's tokens of values [B, T]: [B, 2C]."""
+        assert self._current is not None
+        chunks = torch.split(values, self._current.split.chunk, dim=1)
+        chunk_numbers = self._current.split.chunks_of(self.communicator.rank)
+        return torch.cat([chunks[chunk] for chunk in chunk_numbers], dim=1)
+
+    def whole(self, local: Tensor) -> Tensor:
+        """Values of all tokens, [B, T], from each process's local [B, 2C]; without gradients."""
+        first, second = self.communicator.all_gather(local.detach()).chunk(2, dim=2)
+        return torch.cat([*first.unbind(), *second.flip(0).unbind()], dim=1)
+
+    def _attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
+        """As `compute_attention` for local tokens of whole sequences; the context is ignored."""
+        assert self._current is not None
+        return split_attention(call, self._current)
+
+
+def _attention_modules(model: Any) -> list[nn.Module]:
+    layouts = layouts_of(model)
+    return [attention_module(model, n) for n, layout in enumerate(layouts) if layout is not None]

@@ -24,13 +24,13 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.utils import extract_layer_index
 
+from bosch.engines.vllm.checks import check_engine, grouping_of, plan_of, served_layouts
+from bosch.engines.vllm.groups import groups_of_modules, module_name
+from bosch.engines.vllm.plan import rank_order
 from bosch.errors import UserError
 from bosch.model.loading import full_attention_config
 from bosch.model.permutation import in_order
 from bosch.model.published import published_names
-from bosch.vllm.checks import check_engine, grouping_of, plan_of, served_layouts
-from bosch.vllm.groups import groups_of_modules, module_name
-from bosch.vllm.plan import rank_order
 
 _TRANSFORMERS = "TransformersForCausalLM"
 _TRANSFORMERS_EXPERTS = "TransformersMoEForCausalLM"

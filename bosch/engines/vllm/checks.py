@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from bosch.attention import HeadLayout
+from bosch.engines.vllm import plan as planner
 from bosch.errors import UserError
 from bosch.model.deploy_mode import deploy_layouts
 from bosch.model.families import decoder_layers, text_config
-from bosch.vllm import plan as planner
 from bosch.weight_files import weight_faults
 
 # Arguments of vLLM's attention module that the plugin passes.

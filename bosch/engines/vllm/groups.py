@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from bosch.vllm.plan import packed_groups
+from bosch.engines.vllm.plan import packed_groups
 
 _MODULE_NAME = re.compile(r"\.module\d+$")
 

@@ -1,7 +1,7 @@
 """The plugin's entry point for vLLM: registers the hybrid architectures and their checks.
 
 vLLM calls `register` in each of its processes, before the model is known. So no model class is
-imported here: vLLM's registry imports those of `bosch.vllm.models` by name.
+imported here: vLLM's registry imports those of `bosch.engines.vllm.models` by name.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGES,
 )
 
+from bosch.engines.vllm.cache_settings import choose_cache_settings, wrap_engine
+from bosch.engines.vllm.checks import check_servable
 from bosch.errors import UserError, printable
-from bosch.vllm.cache_settings import choose_cache_settings, wrap_engine
-from bosch.vllm.checks import check_servable
 
 
 def register() -> None:
@@ -31,7 +31,7 @@ def register() -> None:
     wrap_engine()
     for base in {*CAUSAL.values(), *IMAGES.values()}:
         name = f"Hybrid{base}"
-        ModelRegistry.register_model(name, f"bosch.vllm.models:{name}")
+        ModelRegistry.register_model(name, f"bosch.engines.vllm.models:{name}")
         MODELS_CONFIG_MAP[name] = _checks_of(MODELS_CONFIG_MAP.get(base))
 
 

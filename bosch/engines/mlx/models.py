@@ -22,8 +22,8 @@ from mlx_lm.utils import MODEL_REMAPPING
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
+from bosch.engines.mlx.cache import HybridLayerCache, LayerPass, check_caches, grouped_attention
 from bosch.errors import UserError
-from bosch.mlx.cache import HybridLayerCache, LayerPass, check_caches, grouped_attention
 from bosch.model.deploy_mode import deploy_layouts
 from bosch.model.families import HYBRID_PREFIX, decoder_layers
 from bosch.model.loading import full_attention_config
