@@ -256,11 +256,12 @@ def load_results(inputs: Mapping[str, Path], train: TrainConfig | None = None) -
     if a stage's output is incomplete.
     """
     places: dict[str, dict[str, Path]] = {"": {}}
+    owners: dict[Path, str] = {}  # the first name of a folder that branches share
     for name, folder in inputs.items():
         stage, _, branch = name.partition("@")
         places.setdefault(branch, {})[stage] = folder
+        owners.setdefault(folder, name)
     main = places[""]
-    first = {folder: name for name, folder in reversed(inputs.items())}  # of those that share it
     return Results(
         branches={branch: Branch.read(folders) for branch, folders in places.items()},
         training=read_metrics(main["train"]) if "train" in main else [],
@@ -268,8 +269,8 @@ def load_results(inputs: Mapping[str, Path], train: TrainConfig | None = None) -
         loss_in_words=train.loss_in_words if train is not None else "",
         manifests={
             name: Manifest.read(folder)
-            for name, folder in inputs.items()
-            if first[folder] == name and exists(folder / Manifest.FILE)
+            for folder, name in owners.items()
+            if exists(folder / Manifest.FILE)
         },
     )
 
