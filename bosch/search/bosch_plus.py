@@ -16,10 +16,8 @@ numbers are always the same, whatever the seed.
 3. Two tracks. The search continues from both starts. Full units of little value are exchanged for
    sliding ones of great value, in steps that halve, with a new gradient before each; the last mask
    is measured.
-4. Moves of the better track, and of the other one when the better has stalled: single swaps from
-   the best mask so far, the most promising first; random exchanges, or units added beyond the
-   budget, followed by exchanges or elimination; or more steps for the gates. Kinds of moves that
-   succeeded more often for their cost are tried more often.
+4. Single swaps from the better track's best mask, the most promising first, and from the other
+   one's when the better has stalled.
 
 A mask replaces a track's best mask if its score is higher, or equal with a higher log-likelihood.
 Its evaluation ends as soon as this is impossible.
@@ -38,9 +36,8 @@ from bosch.objective.evaluation_log import Evaluation
 from bosch.search.bosch import SearchResult, final_result
 from bosch.search.evaluator import SHARES, Evaluator
 from bosch.search.gates import Bits, Gates, RunningMean, Values, largest, scaled
-from bosch.search.gradient_search import GradientMeans, Move, check_passes, note_poor_mask
+from bosch.search.gradient_search import GradientMeans, check_passes, note_poor_mask
 from bosch.search.settings import MIN_PLUS_BUDGET, SearchSettings, plus_budget
-from bosch.search.solvers.swaps import swap
 
 logger = logging.getLogger(__name__)
 
@@ -59,13 +56,8 @@ _GATES_SHARE = 0.55
 # other start, its exchanges and three masks; at most one for every four units.
 _MIN_GATES, _MAX_GATES = 6, 64
 _GATES_SPARE_SHARE = 0.7
-# Gradients of one move that trains the gates further.
-_MORE_GATES = 8
 # Fewest full units with which gates are learned: masks of fewer rarely show pairs of them.
 _MIN_FULL = 4
-_FRUITLESS = 50
-# Failed swaps in a row before moves that need new gradients are tried.
-_PATIENCE = 24
 # Masks in a row without success before the other track has its turn.
 _STALLED = 48
 # Penalty on the expected gain of swaps that share a unit with a failed swap.
@@ -100,13 +92,13 @@ def _note_least_budget(evaluator: Evaluator, settings: SearchSettings) -> None:
 
 
 class _Track:
-    """The search from one start: its best mask, its moves and their success."""
+    """The search from one start: its best mask, and its swaps that failed."""
 
-    def __init__(self, start: Bits, best: Evaluation, moves: list[Move]) -> None:
-        self.bits, self.best, self.moves = start, best, moves
+    def __init__(self, start: Bits, best: Evaluation) -> None:
+        self.bits, self.best = start, best
         self.failed_swaps = np.zeros(len(start))
-        # Failed swaps since a success, masks since any success, fruitless proposals in a row.
-        self.failures = self.without_win = self.fruitless = 0
+        self.without_win = 0  # masks since the last success
+        self.exhausted = False
 
 
 class _Search:
@@ -143,7 +135,7 @@ class _Search:
         bits = self._eliminate(all_full, passes)
         if self.left < 1 + (_FIRST_EXCHANGES + 1) * self.gradients.cost:
             bits = self._exchange(bits, max(1, self.full_units // 4))
-        track = self._track(bits, "gradients", self._moves())
+        track = self._track(bits, "gradients")
         if track is None:
             return
         if len(self.tracks) == 1:
@@ -158,30 +150,15 @@ class _Search:
             if self.left >= 2 + _EXCHANGES * self.gradients.cost:
                 self._measure(track, mask, "start", name)
 
-    def _moves(self) -> list[Move]:
-        return [
-            Move("swap", self._swap),
-            Move("kick", self._kick, last=True),
-            Move("regrowth", self._regrowth, last=True),
-        ]
-
     def _start_gates(self) -> None:
         """Learn gates and measure their mask, if the budget suffices for both starts."""
         count = self._gates_to_learn()
         if not count:
             return
         gates = Gates(self.num_units, self.full_units, self._rng)
-
-        def learn(gradients: int) -> Bits:
-            for _ in range(gradients):
-                gates.learn(self.gradients.add(gates.draw()))
-            return gates.mask()
-
-        def learn_more(track: _Track) -> Bits | None:
-            affordable = self.left >= 1 + _MORE_GATES * self.gradients.cost
-            return learn(_MORE_GATES) if affordable else None
-
-        self._track(learn(count), "gates", [*self._moves(), Move("gates", learn_more)])
+        for _ in range(count):
+            gates.learn(self.gradients.add(gates.draw()))
+        self._track(gates.mask(), "gates")
 
     def _gates_to_learn(self) -> int:
         """Number of gradients for learned gates; 0 if one start needs the whole budget."""
@@ -195,21 +172,19 @@ class _Search:
         count = int(min(limit, _GATES_SPARE_SHARE * spare / cost)) if cost > 0 else limit
         return count if count >= _MIN_GATES else 0
 
-    def _track(self, bits: Bits, name: str, moves: list[Move]) -> _Track | None:
+    def _track(self, bits: Bits, name: str) -> _Track | None:
         """A new track from a mask, which is measured; None if another track has that mask."""
         if bits.tobytes() in self._tried:
             return None
         self._tried.add(bits.tobytes())
         self.left -= 1
-        track = _Track(
-            bits, self.evaluator.evaluate(self.evaluator.mask(bits), "start", name), moves
-        )
+        track = _Track(bits, self.evaluator.evaluate(self.evaluator.mask(bits), "start", name))
         self.tracks.append(track)
         self._log_best(name, track)
         return track
 
     def improve(self) -> None:
-        """Exchanges in each track, then moves until the budget or the proposals are exhausted."""
+        """Exchanges in each track, then swaps until the budget or the proposals are exhausted."""
         for track in sorted(self.tracks, key=lambda t: t.best.rank, reverse=True):
             if self.left > 1 + 2 * self.gradients.cost:
                 bits = self._exchange(track.bits, max(1, self.full_units // 4))
@@ -219,30 +194,14 @@ class _Search:
             score, log_likelihood = track.best.rank
             return track.without_win // _STALLED, -score, -log_likelihood
 
-        while True:
-            tracks = [t for t in self.tracks if t.fruitless < _FRUITLESS and self._can_swap(t)]
-            if not tracks:
-                return
-            self._move(min(tracks, key=turn))
-
-    def _move(self, track: _Track) -> None:
-        """The most promising move that a track may make."""
-        before = self.left
-        may_kick = track.failures >= _PATIENCE and self.left > 1 + 3 * self.gradients.cost
-        moves = [move for move in track.moves if may_kick or not move.last]
-        move = max(moves, key=lambda m: m.promise)
-        bits = move.propose(track)
-        if bits is None or bits.tobytes() in self._tried:
-            track.failures += _PATIENCE if bits is None else 0
-            move.passes += max(before - self.left, 1.0)
-            track.fruitless += 1
-            return
-        track.fruitless = 0
-        won = self._measure(track, bits, "swaps", move.name)
-        track.failures = 0 if won and move.name == "swap" else track.failures + 1
-        track.without_win = 0 if won else track.without_win + 1
-        move.wins += won
-        move.passes += before - self.left
+        while tracks := [t for t in self.tracks if not t.exhausted and self._can_swap(t)]:
+            track = min(tracks, key=turn)
+            bits = self._swap(track)
+            if bits is None:
+                track.exhausted = True
+            else:
+                won = self._measure(track, bits, "swaps", "swap")
+                track.without_win = 0 if won else track.without_win + 1
 
     def _can_swap(self, track: _Track) -> bool:
         """Whether the budget suffices for one more mask and the gradient that proposes it."""
@@ -353,25 +312,6 @@ class _Search:
                 track.failed_swaps[pair[1]] += 1
                 return child
         return None
-
-    def _kick(self, track: _Track) -> Bits | None:
-        """Random exchanges of some units, then exchanges by gradients."""
-        bits = track.bits
-        pairs = min(self.full_units, self.num_units - self.full_units)
-        if pairs < 2:
-            return None
-        count = 1 + int(self._rng.integers(1, max(2, pairs // 8)))
-        return self._exchange(swap(bits, count, self._rng), max(1, count))
-
-    def _regrowth(self, track: _Track) -> Bits | None:
-        """Random sliding units made full beyond the budget, then elimination."""
-        sliding = np.flatnonzero(~track.bits)
-        if len(sliding) == 0 or self.full_units == 0:
-            return None
-        count = math.ceil(len(sliding) * self._rng.choice([0.125, 0.25, 0.5]))
-        bits = track.bits.copy()
-        bits[self._rng.choice(sliding, count, replace=False)] = True
-        return self._eliminate(bits, min(4 * self.gradients.cost, self.left - 1))
 
 
 def _exchanged(bits: Bits, losses: Units, gains: Units) -> Bits:
