@@ -83,8 +83,13 @@ def absolute(section: _Section, origins: Origins, place: tuple[str, ...] = ()) -
         if isinstance(value, Section):
             changes[name] = absolute(value, origins, path)
         elif isinstance(value, list):
+            root = origins.of(path)
             changes[name] = [
-                absolute(item, origins, (*path, str(i))) if isinstance(item, Section) else item
+                absolute(item, origins, (*path, str(i)))
+                if isinstance(item, Section)
+                else os.path.normpath(root / Path(item).expanduser())
+                if annotation is not None
+                else item
                 for i, item in enumerate(value)
             ]
         elif annotation is not None and isinstance(value, str):

@@ -83,7 +83,7 @@ def worst_loss(results: Results, model: Model) -> float:
 
 
 def _needle(results: Results, model: Model) -> SuiteScores:
-    return results.tables(model)["needle"]
+    return results.tables(model)["ruler"]
 
 
 def row(seed: int, results: Results) -> str:

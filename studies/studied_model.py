@@ -23,6 +23,8 @@ from data_prep.documents.calibration import needle_prompts
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from data_prep.text import haystack_words
 from pipeline.recipe.load import load_recipe
+from stages.evaluate.chat import ChatConfig
+from stages.evaluate.lm import LanguageModel
 from stages.prepare.stage import PrepareConfig
 from stages.search.examples import answered
 from stages.search.stage import SearchConfig
@@ -56,7 +58,7 @@ class StudiedModel:
             tokenizer, haystack_words(config.essay_dir),
         )  # fmt: skip
         prompts, size = [prompt for _, prompt in drafts], self.recipe.runtime.eval_batch_size
-        records = answered(self.model, tokenizer, prompts, size)
+        records = answered(LanguageModel(self.model, tokenizer, ChatConfig(), size), prompts)
         return CalibrationSet.from_records((r["input_ids"], r["answer_length"]) for r in records)
 
     def _objective(self, questions: CalibrationSet) -> Objective:

@@ -24,7 +24,7 @@ PLANS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "search.sinks=4", "measure={lengths: [4k, 32k], batch_size: 2}",
     )),
     ("qwen3_1p7b_r075", "cpux999", (
-        "search.method=apl", "train=null", "evaluate={needle: {samples: 9}}",
+        "search.method=apl", "train=null", "evaluate={ruler: {samples: 9}}",
         "model.dtype=float32", "runtime.processes=4",
     )),
 )  # fmt: skip

@@ -170,7 +170,7 @@ class Case:
             },
             "search": {"swa_ratio": 0.5, "window_size": 32},
             "train": {"total_tokens": 2048, "batch_tokens": 512, "checkpoint_tokens": [1024]},
-            "evaluate": {"needle": {"lengths": [512], "samples": 2}},
+            "evaluate": {"ruler": {"lengths": [512], "samples": 2}},
             "runtime": {"output_root": str(self.runs), "processes": 1},
         }
         self.save()

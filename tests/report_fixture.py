@@ -17,10 +17,8 @@ from bosch.model.cache_size import CacheSize
 from bosch.window import Window
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.evaluate.scores import HYBRID, ORIGINAL, Scores, write_samples
-from stages.evaluate.stage import EvaluateConfig
-from stages.evaluate.suites.needle import NeedleEvaluation
-from stages.evaluate.suites.positions.suite import position_table
-from stages.evaluate.tables import SubtaskScores, suite_table
+from stages.evaluate.stage import EvaluateConfig, RulerConfig
+from stages.evaluate.tables import Cells, position_table, suite_table
 from stages.materialize.stage import MODEL, MaterializeConfig, MaterializeSummary
 from stages.measure.stage import Efficiency, MeasureConfig
 from stages.prepare.stage import PrepareConfig, SourceConfig, Statistics
@@ -147,8 +145,8 @@ def publish_front(root: Path) -> dict[str, Path]:
     scores = json.loads((inputs["evaluate"] / Scores.FILE).read_text())
     right = {("2 needles", 1024): [1.0, 0.5, 0.25], ("4 needles", 2048): [1.0, 1.0]}
     wrong = {("2 needles", 1024): [0.5, 0.5, 0.25], ("4 needles", 2048): [0.0, 1.0]}
-    scores["checkpoints"][ORIGINAL]["harness"] = suite_table(right)
-    scores["checkpoints"][HYBRID]["harness"] = suite_table(wrong, right)
+    scores["checkpoints"][ORIGINAL]["lm_eval"] = suite_table(cells(right))
+    scores["checkpoints"][HYBRID]["lm_eval"] = suite_table(cells(wrong), cells(right))
     write_json(inputs["evaluate"] / Scores.FILE, scores)
     return inputs
 
@@ -166,7 +164,7 @@ def config(inputs: dict[str, Path], **section: Any) -> StageConfig:
         "measure": MeasureConfig(lengths=[512, 2048]),
         "train": TrainConfig(total_tokens=4_000_000, checkpoint_tokens=[1_000_000, 4_000_000]),
         "original": EvaluateConfig(),
-        "evaluate": EvaluateConfig(needle=NeedleEvaluation(lengths=LENGTHS, samples=SAMPLES)),
+        "evaluate": EvaluateConfig(ruler=RulerConfig(lengths=LENGTHS, samples=SAMPLES)),
     }
     return StageConfig(
         section=ReportConfig(**{"title": "Hybrid base<model>", **section}),
@@ -315,9 +313,10 @@ def _train(folder: Path, rng: random.Random) -> None:
 def evaluate(folder: Path, *models: str, averages: Mapping[str, float] = AVERAGES) -> None:
     """Write scores.json and samples.jsonl of these models, with their averages."""
     answers = {name: _answers(averages[name]) for name in models}
+    base = cells(answers[ORIGINAL])
     checkpoints = {
-        name: {"needle": suite_table(subtasks, answers[ORIGINAL] if name != ORIGINAL else None)}
-        for name, subtasks in answers.items()
+        name: {"ruler": suite_table(cells(found), base if name != ORIGINAL else None)}
+        for name, found in answers.items()
     }
     original = [[3.0, 2.5, 2.0], [2.8, 2.4, 1.9], [2.9, 2.3, 1.8]] * 2
     more = [[0.0, 0.1, 0.2], [0.0, 0.1, 0.25], [0.0, 0.05, 0.21]] * 2
@@ -342,12 +341,22 @@ def evaluate(folder: Path, *models: str, averages: Mapping[str, float] = AVERAGE
     write_samples(folder, _records(answers))
 
 
-def _records(answers: Mapping[str, SubtaskScores]) -> Iterator[dict[str, Any]]:
+def cells(scores: Mapping[tuple[str, int], list[float]]) -> Cells:
+    """Records of a model by task and length, for its table."""
+    return {
+        key: [{"score": value, "scores": {"acc,none": value}} for value in values]
+        for key, values in scores.items()
+    }
+
+
+def _records(
+    answers: Mapping[str, Mapping[tuple[str, int], list[float]]],
+) -> Iterator[dict[str, Any]]:
     for name, subtasks in answers.items():
         for (task, length), scores in subtasks.items():
             for index, score in enumerate(scores):
                 yield {
-                    "checkpoint": name, "suite": "needle", "task": task, "length": length,
+                    "checkpoint": name, "suite": "ruler", "task": task, "length": length,
                     "index": index, "score": score, "answers": ["1234567"],
                     "question": "What is <it>?", "output": f"output {index} of {name}",
                 }  # fmt: skip

@@ -99,7 +99,8 @@ def write_inputs(folder: Path, seed: int = 0, examples: int = 6) -> tuple[Path, 
     for record in answered_records(model, examples, seed):
         ids, length = record["input_ids"], record["answer_length"]
         answers = [tokenizer.decode(ids[-length:])]
-        prompt = Prompt("random", len(ids), length, ids[:-length], "", answers)
+        text = tokenizer.decode(ids[:-length])
+        prompt = Prompt("random", len(ids), length, text, "", answers)
         lines.append(json.dumps(asdict(prompt)) + "\n")
     (calibration / "prompts.jsonl").write_text("".join(lines))
     return folder / "base", folder / "prepare"

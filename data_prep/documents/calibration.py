@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 from bosch.errors import RunError
 from bosch.progress import progress
 from data_prep.tasks.needles import Draft, Needle, SeedSpace, make_sample
-from data_prep.tasks.samples import StoredSample
 from data_prep.tasks.tables import PROMPTS_PER_EXAMPLE
 from data_prep.text import encode_prompt
 
@@ -23,14 +22,14 @@ _PROMPTS, _NEEDLES = "prompts.jsonl", "needles.jsonl"
 class Prompt:
     """A prompt of `task` fitted into `length` tokens, with `new_tokens` for the answer.
 
-    Its text ends with `prefix`, the beginning of the answer. A `spare` prompt is asked only where
-    others are answered wrongly.
+    The model continues `prompt` and `prefix`, the beginning of the answer. A `spare` prompt is
+    asked only where others are answered wrongly.
     """
 
     task: str
     length: int
     new_tokens: int
-    input_ids: list[int]
+    prompt: str
     prefix: str
     answers: list[str]
     spare: bool = False
@@ -60,7 +59,7 @@ def write_calibration(
         progress(count, "calibration prompts", "prompts") as bar,
     ):
         for index, (draft, prompt) in enumerate(prompts):
-            lengths.append(len(prompt.input_ids))
+            lengths.append(len(encode_prompt(tokenizer, draft.text)))
             record = {**asdict(prompt), "spare": index >= examples}
             prompts_file.write(json.dumps(record) + "\n")
             digest = hashlib.sha256(draft.prompt.encode()).hexdigest()
@@ -94,8 +93,7 @@ def needle_prompts(
         task = tasks[number % len(tasks)]
         new = new_tokens(task)
         draft = make_sample(task, length, tokenizer, seed_space, seed, number, new, essay_words)
-        ids = encode_prompt(tokenizer, draft.text)
-        yield draft, Prompt(task, length, new, ids, draft.prefix, draft.answers)
+        yield draft, Prompt(task, length, new, draft.prompt, draft.prefix, draft.answers)
 
 
 def read_prompts(folder: Path) -> list[Prompt]:
@@ -119,12 +117,12 @@ class CalibrationNeedles:
         pairs = frozenset((key, value) for record in records for key, value in record["needles"])
         return cls(pairs, frozenset(record["prompt_sha256"] for record in records))
 
-    def check(self, sample: StoredSample) -> None:
-        """Raise RunError if a sample shares a needle or its prompt with the calibration set."""
-        shared = self.pairs.intersection(sample.needles)
-        if shared or sample.prompt_sha256 in self.prompts:
+    def check(self, name: str, prompt: str, needles: Iterable[Sequence[str]]) -> None:
+        """Raise RunError if the sample `name` shares a needle or its prompt with the set."""
+        shared = self.pairs.intersection((key, value) for key, value in needles)
+        if shared or hashlib.sha256(prompt.encode()).hexdigest() in self.prompts:
             overlap = f"the needle {min(shared)}" if shared else "its whole prompt"
             raise RunError(
-                f"evaluation sample {sample.task} {sample.index} shares {overlap} with the "
-                "calibration set: the score would be no held-out score; choose another seed"
+                f"evaluation sample {name} shares {overlap} with the calibration set: the score "
+                "would be no held-out score; choose another seed"
             )

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -55,14 +55,6 @@ class Corpus:
     words: WordLists = field(default_factory=ruler_words)
 
 
-class Sample(NamedTuple):
-    """A draft that fits, its token ids, and the sizes of the drafts before it."""
-
-    draft: Draft
-    ids: list[int]
-    sizes: list[int]
-
-
 class RulerTask(ABC):
     """The samples of a task at a length, in order; sample i depends on the draws before it.
 
@@ -91,54 +83,44 @@ class RulerTask(ABC):
         """The next prompt of sample `index`; for vt with a worked example before the draft."""
         return self.draw(index, size)
 
-    def fit(self) -> list[int]:
-        """Set `size` to the largest that fits, by RULER's bisection; returns all tried sizes."""
-        return self._bisect(self.length - self.new_tokens)
+    def fit(self) -> None:
+        """Set `size` to the largest that fits, by RULER's bisection."""
+        self._bisect(self.length - self.new_tokens)
 
-    def _bisect(self, limit: int) -> list[int]:
+    def _bisect(self, limit: int) -> None:
         """RULER's bisection, up to three times the size that the tokens of one step suggest."""
         first = max(self.step, self.smallest)
         per_unit = self.counter.tokens(self.draw(0, first).text) / first
         # Below RULER's lengths a step is small compared with the other text of the prompt.
         short = self.length if self.is_short else 0
         most = max(int(self.length / per_unit * 3), 2 * first, short)
-        return [first, *self._halve(first, most, limit)]
+        self._halve(first, most, limit)
 
-    def _halve(self, low: int, high: int, limit: int) -> list[int]:
+    def _halve(self, low: int, high: int, limit: int) -> None:
         """Set `size` to the largest in [low, high] whose draft has at most `limit` tokens.
 
-        `low` if there is none. Returns the drawn sizes.
+        `low` if there is none.
         """
-        sizes, self.size = [], low
+        self.size = low
         while low <= high:
             middle = (low + high) // 2
-            sizes.append(middle)
             if self.counter.fits(self.draw(0, middle).text, limit, self.spread):
                 self.size, low = middle, middle + 1
             else:
                 high = middle - 1
-        return sizes
 
-    def replay(self, fit: Sequence[int], samples: Sequence[Sequence[int]]) -> None:
-        """Repeat the draws of `fit` and `sample` without a tokenizer; the caller sets `size`."""
-        for size in fit:
-            self.draw(0, size)
-        for index, sizes in enumerate(samples):
-            for size in sizes:
-                self.draft(index, size)
-
-    def sample(self, index: int) -> Sample:
+    def sample(self, index: int) -> Draft:
         """The next sample, number `index`; its haystack shrinks until it fits.
 
         Raises UserError if not even the shortest haystack fits.
         """
-        size, sizes = self.size, []
+        size, sizes = self.size, list[int]()
         while True:
             sizes.append(size)
             draft = self.draft(index, size)
             tokens = self.counter.tokens(draft.text) + self.new_tokens
             if tokens <= self.length:
-                return Sample(draft, self.counter.ids(draft.text), sizes)
+                return draft
             if size > max(self.step, self.smallest):
                 size = max(self.smallest, size - self.step)
             elif sizes.count(size) >= _REDRAWS:
@@ -232,7 +214,7 @@ class VariableTracking(RulerTask):
         self.step = 5
         self._bisect(self.length)
         try:
-            draft = self.sample(0).draft
+            draft = self.sample(0)
         except UserError:
             raise UserError(
                 f"its worked example does not fit into {self.length} of {length} tokens; raise the "
@@ -243,9 +225,9 @@ class VariableTracking(RulerTask):
         self.length, self.new_tokens = length, new_tokens
         self.step = self._step(10, self.length // 1024)
 
-    def fit(self) -> list[int]:
+    def fit(self) -> None:
         example = self.counter.tokens(self._example)
-        return self._bisect(self.length - self.new_tokens - example)
+        self._bisect(self.length - self.new_tokens - example)
 
     def draw(self, index: int, size: int) -> Draft:
         names, chain = self._chain()
@@ -306,15 +288,12 @@ class CommonWords(RulerTask):
         self._more_words = self._english_words()
         self._available = max(len(self._words), len(self._more_words))
 
-    def fit(self) -> list[int]:
+    def fit(self) -> None:
         """As `RulerTask.fit`; raises UserError if there are too few words for the length."""
         first = min(4096, self._available)
         per_word = self.counter.tokens(self.draw(0, first).text) / first
         low, high = self.step, max(int(self.length // per_word) * 2, 2 * self.step)
-        sizes = [
-            first,
-            *self._halve(low, min(high, self._available), self.length - self.new_tokens),
-        ]
+        self._halve(low, min(high, self._available), self.length - self.new_tokens)
         if self.size == self._available:
             is_fallback = not self.corpus.words.is_upstream
             package = "install the package wonderwords, and " if is_fallback else ""
@@ -322,7 +301,6 @@ class CommonWords(RulerTask):
                 f"there are {self._available:,} different words, too few for {self.length:,} "
                 f"tokens: {package}name the folder with RULER's {DATA_FILES['cwe']} as data_dir"
             )
-        return sizes
 
     def draw(self, index: int, size: int) -> Draft:
         example = self._list(20, 3, 1) if self.is_short else self._list(40, 10, 3)
@@ -376,7 +354,7 @@ class FrequentWords(RulerTask):
         self.step = max(1, self._limit // 32)
         self._vocabulary: list[str] = []
 
-    def fit(self) -> list[int]:
+    def fit(self) -> None:
         """Set `size` to the most words below the length, in RULER's steps."""
         size = self._limit // self._LETTERS
         text = self.draw(0, size).text
@@ -384,7 +362,6 @@ class FrequentWords(RulerTask):
             size += self.step
             text = self._text(size)
         self.size = size - self.step
-        return [size]
 
     def draw(self, index: int, size: int) -> Draft:
         count = max(self._limit // 50, 4)
@@ -396,7 +373,7 @@ class FrequentWords(RulerTask):
         self._vocabulary[0] = "..."
         return Draft(self._text(size), self._PREFIX, self._vocabulary[1:4], [])
 
-    def sample(self, index: int) -> Sample:
+    def sample(self, index: int) -> Draft:
         draft, size = self.draw(index, self.size), self.size
         while self.counter.tokens(draft.text) > self._limit or not self._has_three(size):
             if size <= self.step:
@@ -407,7 +384,7 @@ class FrequentWords(RulerTask):
                 )
             size -= self.step if self._has_three(size) else 1
             draft = draft._replace(text=self._text(size))
-        return Sample(draft, self.counter.ids(draft.text), [size])
+        return draft
 
     def _has_three(self, size: int) -> bool:
         """Whether the answers, ranks 2 to 4, are in the text and more frequent than the rest.
@@ -455,7 +432,7 @@ class QuestionAnswering(RulerTask):
         if index >= len(self._questions):
             raise UserError(
                 f"{self._path}: holds {len(self._questions):,} questions; lower "
-                "evaluate.needle.samples"
+                "evaluate.ruler.samples"
             )
         question = self._questions[index]
         relevant, related = question.documents, question.related

@@ -35,7 +35,7 @@ SMOKE = (
     "search.budget_per_layer=1",
     "train.total_tokens=256k",
     "train.checkpoint_tokens=[256k]",
-    "evaluate.needle.samples=4",
+    "evaluate.ruler.samples=4",
 )
 _LONGEST, _SHORTEST = 4096, 512
 _KINDS = {name: kind.suffixes for name, kind in KINDS.items() if all(kind.suffixes)}
@@ -71,7 +71,7 @@ train:
   checkpoint_tokens: [16M]     # its last entry is at most total_tokens
 
 evaluate:
-  needle:
+  ruler:
     lengths: [{lengths}]
     samples: 50
 
@@ -118,7 +118,7 @@ def run(options: argparse.Namespace) -> int:
     length = min(_LONGEST, positions or _LONGEST)
     if length < _SHORTEST:
         raise UserError(
-            f"{options.model}: has {length} positions; a recipe's needle tasks need {_SHORTEST}"
+            f"{options.model}: has {length} positions; RULER's tasks of a recipe need {_SHORTEST}"
         )
     length = 1 << length.bit_length() - 1  # a power of two
     write_text(file, recipe_text(file, options.model, options.data, source, length))

@@ -30,6 +30,8 @@ from bosch.window import Window
 from data_prep.documents.calibration import needle_prompts
 from data_prep.text import haystack_words
 from recipes.quickstart.training_rows import python_text
+from stages.evaluate.chat import ChatConfig
+from stages.evaluate.lm import LanguageModel
 from stages.search.examples import answered
 
 TASKS = ("niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multikey_2")
@@ -45,7 +47,8 @@ def questions(model: Any, tokenizer: Any, tasks: Sequence[str], length: int, cou
     prompts = needle_prompts(
         tasks, count, length, lambda task: 16, "evaluation", SEED, tokenizer, haystack_words(None)
     )
-    records = answered(model, tokenizer, [prompt for _, prompt in prompts], 1)
+    lm = LanguageModel(model, tokenizer, ChatConfig(), 1)
+    records = answered(lm, [prompt for _, prompt in prompts])
     examples = [(record["input_ids"], record["answer_length"]) for record in records]
     return CalibrationSet.from_records(examples), len(records) / count
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from bosch.budget import LayerHeads, window_shares
 from bosch.model.cache_size import CacheSize
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices
-from stages.evaluate.section import Work
 from stages.evaluate.stage import EvaluateConfig
 from stages.formats import counted
 from stages.search.stage import SearchConfig
@@ -19,8 +19,8 @@ from stages.train.stage import TrainConfig
 Layout: TypeAlias = Sequence[LayerHeads]  # KV heads by window of each layer of a head mask
 
 # Bytes of an answer on disk: names, the last 300 characters of its question, answers and output;
-# in samples.jsonl and, until all are given, in journals.
-_ANSWER_BYTES = 2 * 500.0
+# in samples.jsonl and, until all are given, among the answers of its model.
+_ANSWER_BYTES = 2 * 700.0
 
 
 def original(loaded: LoadedRecipe, devices: Devices) -> Cost:
@@ -43,12 +43,35 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     return _cost(loaded, devices, [layout] * (1 + checkpoints), text)
 
 
+@dataclass(frozen=True)
+class _Work:
+    """Samples of `length` tokens with their answers, in batches of at most `most_rows`.
+
+    Logits are computed at `logits` tokens, where answers are generated; None: at all tokens.
+    """
+
+    samples: int
+    length: int
+    most_rows: int
+    logits: int | None = None
+
+
+def _work(evaluate: EvaluateConfig) -> list[_Work]:
+    """The samples that are known in advance."""
+    ruler, tasks = evaluate.ruler, evaluate.ruler_tasks
+    samples = min(ruler.samples, evaluate.limit or ruler.samples)
+    generated = samples * sum(map(ruler.new_tokens, tasks))
+    work = [_Work(samples * len(tasks), at, samples, generated) for at in ruler.lengths if tasks]
+    if evaluate.positions is not None:
+        work.append(_Work(evaluate.positions.documents, evaluate.positions.length, most_rows=1))
+    return work
+
+
 def _cost(loaded: LoadedRecipe, devices: Devices, layouts: Sequence[Layout], models: str) -> Cost:
     """All suites (with known samples) of a model with each of `layouts`; `models` names these."""
     recipe, shape = loaded.recipe, shape_of(loaded)
-    suites = recipe[EvaluateConfig].suites.values()
-    work: list[Work] = [part for section in suites for part in section.work()]
-    models += "".join(f"; {section.title} not counted" for section in suites if not section.work())
+    work = _work(recipe[EvaluateConfig])
+    models += "; tasks of lm-eval not counted" * bool(recipe[EvaluateConfig].lm_eval_tasks)
     samples = sum(part.samples for part in work)
     itemsize, rows = BYTES[recipe.model.dtype], recipe.runtime.eval_batch_size
     flops = reads = 0.0

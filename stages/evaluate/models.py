@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
+import gc
+import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -13,42 +13,51 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import gather_object
 
 from bosch.errors import RunError, UserError
-from bosch.files import file_hashes, remove
-from bosch.model.families import max_positions, text_config
+from bosch.files import exists, file_hashes, remove, write_text
+from bosch.model.families import max_positions
 from bosch.model.loading import load_config, load_model
-from bosch.progress import progress
+from bosch.model.yarn import yarn
+from bosch.progress import Progress, progress
 from bosch.ranks import partners_alive
 from data_prep.documents.calibration import CalibrationNeedles
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
-from stages.context import Runtime, StageConfig
-from stages.evaluate.answers import AnswerFolder, EvaluatedModel, ModelError
-from stages.evaluate.chat import ChatTemplate, checked_template
+from data_prep.tasks.words import sentences_identity, words_identity
+from data_prep.text import essay_identity
+from stages.context import ModelConfig, Runtime, StageConfig
+from stages.evaluate.answers import AnswerLog, ModelError, digest_of
+from stages.evaluate.lm import LanguageModel
+from stages.evaluate.load import ask, load_tasks, ruler_corpus
+from stages.evaluate.positions import corpus_name, long_documents, losses
 from stages.evaluate.scores import (
     FAILED_MODELS,
-    ORIGINAL,
     SAMPLES,
     Scores,
     read_samples,
-    write_samples,
 )
 from stages.evaluate.stage import EvaluateConfig
-from stages.evaluate.suite import Suite
-from stages.evaluate.tables import SuiteAnswers, not_shares, suite_table
+from stages.evaluate.tables import score_tables
+from stages.versions import installed_versions
 
 logger = logging.getLogger(__name__)
 
+# What answers depend on besides the model and the recipe.
+_PACKAGES = ("lm-eval", "torch", "transformers")
+# Fields of samples.jsonl that no table needs.
+_TEXTS = ("answers", "question", "output")
+
 
 @dataclass(frozen=True)
-class _Fault:
-    """The reason, on one rank, why a model has no scores in a suite (None: in all suites)."""
+class EvaluatedModel:
+    """A model to evaluate.
 
-    model: str
-    suite: str | None
-    reason: str
-    is_user_error: bool
+    Answers of an unfinished evaluation are used again only for a model with the same `identity`.
+    """
+
+    name: str
+    model: ModelConfig
+    identity: str | None = None
 
 
 @partners_alive()
@@ -63,44 +72,23 @@ def evaluate_models(
 ) -> Scores:
     """Score `models` and write scores.json and samples.jsonl; called on every rank.
 
-    scores.json begins with the scores in the folder `original`, if it is given; otherwise the
-    original may be one of `models`. All other scores are compared with the original's.
-    samples.jsonl holds only the answers of `models`. Samples are dealt to the ranks in turn, and
-    every rank appends its answers to its own files. A killed run resumes from them with any number
-    of ranks.
+    All scores are compared with those of the original, whose samples are in the folder `original`,
+    if it is given; otherwise the original may be one of `models`. samples.jsonl holds only the
+    answers of `models`. A killed run resumes with any number of ranks.
 
     Raises UserError when a model or the data of samples is missing or damaged, and RunError when a
     sample shares a needle with the `calibration` set.
     """
     state = process_state(config.runtime)
-    answers_dir = work_dir / "answers"
-    rank = state.process_index
-    rank_options: dict[str, Any] = {
-        "answers": AnswerFolder(answers_dir, rank), "rank": rank,
-        "world": state.num_processes,
-    }  # fmt: skip
     if Scores.finished(work_dir) is None:
-        tables: dict[str, Any] = {}
-        suites = _suites(
-            config, load_tokenizer(tokenizer), calibration, answers_dir, rank_options, tables
-        )
-        for suite in suites:
-            suite.prepare()
-        state.wait_for_everyone()
-        faults = _answer(config, models, suites, state)
-        state.wait_for_everyone()
-        failed = _failed_models(gather_object(faults), models, suites)
+        content = _evaluated(config, models, load_tokenizer(tokenizer), work_dir, state,
+                             calibration, original)  # fmt: skip
         if state.is_main_process:
-            scored = [model for model in models if model.name not in failed]
-            tables |= write_tables(scored, suites, work_dir, original)
-            if failed:
-                tables["checkpoints"] |= {name: {} for name in failed}
-                tables["missing"] = {**tables.get("missing", {}), FAILED_MODELS: failed}
-            tables["sha256"] = file_hashes(work_dir, [SAMPLES])
-            Scores.model_validate(tables).write(work_dir)
+            content["sha256"] = file_hashes(work_dir, [SAMPLES])
+            Scores.model_validate(content).write(work_dir)
         state.wait_for_everyone()
     if state.is_main_process:
-        remove(answers_dir)
+        remove(work_dir / "answers")
     return Scores.read(work_dir)
 
 
@@ -111,115 +99,97 @@ def process_state(runtime: Runtime) -> PartialState:
     return PartialState(cpu=not torch.cuda.is_available(), timeout=timeout)
 
 
-def _suites(
-    config: StageConfig[EvaluateConfig],
-    tokenizer: Any,
-    calibration: CalibrationNeedles | None,
-    answers_dir: Path,
-    rank_options: dict[str, Any],
-    tables: dict[str, Any],
-) -> list[Suite]:
-    """The suites of a recipe; adds the fields of prompts and texts to `tables`, for scores.json."""
-    section, model, suites = config.section, config.model, list[Suite]()
-    loaded = load_config(
-        model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
-    )
-    embeddings = text_config(loaded).vocab_size
-    chat, tables["prompts"] = _chat_template(section, tokenizer, embeddings)
-    common = {
-        **rank_options, "tokenizer": tokenizer, "batch_size": config.runtime.eval_batch_size,
-        "seed": config.seed, "chat": chat,
-        "samples_folder": answers_dir / "samples",
-        "card": Path(model.path, "README.md"), "calibration": calibration,
-        "positions": max_positions(loaded),
-    }  # fmt: skip
-    for name, suite_section in section.suites.items():
-        module, _, kind = suite_section.runner.partition(":")
-        suite: type[Suite] = getattr(importlib.import_module(module), kind)
-        suites.append(suite(name=name, section=suite_section, **common))
-    if texts := {key: text for suite in suites for key, text in suite.texts.items()}:
-        tables["corpus"] = texts
-    return suites
-
-
-def _chat_template(
-    section: EvaluateConfig, tokenizer: Any, embeddings: int
-) -> tuple[ChatTemplate | None, str]:
-    """The chat template for prompts, if any, and its description in scores.json.
-
-    Raises UserError if it contains a token without an embedding.
-    """
-    if section.chat_template:
-        return checked_template(tokenizer, embeddings), "in the tokenizer's chat template"
-    if tokenizer.chat_template:
-        logger.warning(
-            "the tokenizer has a chat template, which evaluate.chat_template: true would apply: "
-            "an instruct model is asked in raw text"
-        )
-        return None, "raw; the tokenizer's chat template is not applied"
-    return None, "raw"
-
-
-def _answer(
+def _evaluated(
     config: StageConfig[EvaluateConfig],
     models: Sequence[EvaluatedModel],
-    suites: Sequence[Suite],
+    tokenizer: Any,
+    work_dir: Path,
     state: PartialState,
-) -> list[_Fault]:
-    """Answer this rank's unanswered samples for every model; a fault does not stop the others."""
-    faults: list[_Fault] = []
-    loaded: Any = None
-    unanswered = {
-        model.name: sum(suite.count_unanswered(model) for suite in suites) for model in models
-    }
-    with progress(sum(unanswered.values()), "evaluation", "samples") as bar:
+    calibration: CalibrationNeedles | None,
+    original: Path | None,
+) -> dict[str, Any]:
+    """Write samples.jsonl; returns the content of scores.json."""
+    section, folder = config.section, work_dir / "answers"
+    place = config.model.path
+    base = load_config(
+        place, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
+    )
+    tasks = load_tasks(config, tokenizer, folder / "rows", max_positions(base), state, calibration)
+    texts = long_documents(section.positions, tokenizer) if section.positions is not None else []
+    card, positions = Path(place, "README.md"), section.ruler.yarn_original_length
+    files, failed = dict[str, Path](), dict[str, Exception]()
+    samples = sum(task.documents for task in tasks.tasks) + len(texts)
+
+    def answers(model: EvaluatedModel, log: AnswerLog, bar: Progress) -> Iterator[dict[str, Any]]:
+        with log.shared():
+            loaded = load_evaluated(config, model, state.device)
+        rows = config.runtime.eval_batch_size
+        lm = LanguageModel(loaded, tokenizer, section, rows, log, bar)
+        for task in tasks.tasks:
+            with yarn(loaded, section.ruler.yarn.get(task.length), positions, card):
+                yield from ask(lm, task, section)
+        yield from losses(loaded, texts, log) if texts else ()
+        bar.update(len(texts))
+
+    with progress(len(models) * samples, "evaluation", "samples") as bar:
         for model in models:
-            if not unanswered[model.name]:
+            name = digest_of([model.name, model.identity, installed_versions(_PACKAGES)])
+            files[model.name] = path = folder / f"{name}.jsonl"
+            if exists(path):
+                bar.update(samples, free=True)
                 continue
             logger.info("evaluating %s (%s)", model.name, model.model.path)
-            with _recording_faults(faults, model.name):
-                loaded = None  # free the memory before the next model is loaded
-                loaded = load_evaluated(config, model, state.device)
-                for suite in suites:
-                    with _recording_faults(faults, model.name, suite.name):
-                        suite.run(model, loaded, bar)
-    return faults
+            try:
+                lines = list(answers(model, AnswerLog(folder / name, state), bar))
+            except (UserError, ModelError) as error:
+                logger.error("%s has no scores: %s", model.name, error)
+                failed[model.name] = error
+            else:
+                if state.is_main_process:
+                    named = ({"checkpoint": model.name, **line} for line in lines)
+                    write_text(path, "".join(f"{json.dumps(line)}\n" for line in named))
+                state.wait_for_everyone()
+            gc.collect()  # frees the model's memory before the next one is loaded
+    if failed and len(failed) == len(models):
+        kind = UserError if all(isinstance(e, UserError) for e in failed.values()) else RunError
+        raise kind("; ".join(f"{name}: {error}" for name, error in failed.items()))
+    if not state.is_main_process:
+        return {}
+    with (work_dir / SAMPLES).open("w", encoding="utf-8") as file:
+        for name, path in files.items():
+            file.write(path.read_text(encoding="utf-8") if name not in failed else "")
+    records: dict[str, list[dict[str, Any]]] = {}
+    for source in (original, work_dir):
+        for record in read_samples(source) if source is not None else ():
+            kept = {name: value for name, value in record.items() if name not in _TEXTS}
+            records.setdefault(record["checkpoint"], []).append(kept)
+    content = score_tables(records, tasks.groups, tasks.missing)
+    if failed:
+        content["checkpoints"] |= {name: {} for name in failed}
+        reasons = {name: str(error) for name, error in failed.items()}
+        content.setdefault("missing", {})[FAILED_MODELS] = reasons
+    for name, suites in content["checkpoints"].items():
+        for suite, table in suites.items():
+            logger.info("%s: %s average %.1f", name, suite, table["average"])
+    return {**content, **_sources(config, tokenizer)}
 
 
-@contextmanager
-def _recording_faults(faults: list[_Fault], model: str, suite: str | None = None) -> Iterator[None]:
-    """Append UserError and ModelError from inside the block to `faults`."""
-    try:
-        yield
-    except (UserError, ModelError) as error:
-        scores = "scores" if suite is None else f"scores in {suite}"
-        logger.error("%s has no %s: %s", model, scores, error)
-        faults.append(_Fault(model, suite, str(error), isinstance(error, UserError)))
-
-
-def _failed_models(
-    faults: Sequence[_Fault], models: Sequence[EvaluatedModel], suites: Sequence[Suite]
-) -> dict[str, str]:
-    """Reasons why models have no scores at all, by name; raises if no model has scores.
-
-    For a model without scores in some suites the reason goes to `failed` of these suites.
-    """
-    failed: dict[str, str] = {}
-    for model in models:
-        model_faults = [fault for fault in faults if fault.model == model.name]
-        failed_suites = {fault.suite for fault in model_faults}
-        reason = "; ".join(dict.fromkeys(fault.reason for fault in model_faults))
-        failed_in_all = bool(model_faults) and failed_suites >= {suite.name for suite in suites}
-        if None in failed_suites or failed_in_all:
-            failed[model.name] = reason
-    if models and len(failed) == len(models):
-        kind = UserError if all(fault.is_user_error for fault in faults) else RunError
-        raise kind("; ".join(f"{name}: {reason}" for name, reason in failed.items()))
-    for fault in faults:
-        for suite in suites:
-            if suite.name == fault.suite and fault.model not in failed:
-                suite.failed[fault.model] = fault.reason
-    return failed
+def _sources(config: StageConfig[EvaluateConfig], tokenizer: Any) -> dict[str, Any]:
+    """The fields of scores.json about prompts and texts."""
+    section, corpus = config.section, dict[str, Any]()
+    if section.ruler_tasks:
+        essay = essay_identity(section.ruler.essay_dir, ruler_corpus(section).essay)
+        corpus |= {**essay, "keys": words_identity(), "sentences": sentences_identity()}
+    if section.positions is not None:
+        corpus["long documents"] = corpus_name(section.positions)
+    prompts = "in the tokenizer's chat template" if section.apply_chat_template else "raw"
+    if tokenizer.chat_template and not section.apply_chat_template:
+        logger.warning(
+            "the tokenizer has a chat template, which evaluate.apply_chat_template: true would "
+            "apply: an instruct model is asked in raw text"
+        )
+        prompts = "raw; the tokenizer's chat template is not applied"
+    return {"prompts": prompts, **({"corpus": corpus} if corpus else {})}
 
 
 def load_evaluated(
@@ -230,150 +200,3 @@ def load_evaluated(
     return load_model(
         model.path, backend=runtime.attention, device=runtime.place(device), **model.loading
     )
-
-
-def write_tables(
-    models: Sequence[EvaluatedModel], suites: Sequence[Suite], work_dir: Path, original: Path | None
-) -> dict[str, Any]:
-    """Write samples.jsonl; returns every model's tables, those of `original` first.
-
-    Models in a suite's `failed` have no scores there.
-    """
-    answers = _write_answers(models, suites, work_dir)
-    checkpoints: dict[str, Any] = {}
-    own_tables: dict[str, dict[str, Any]] = {}
-    if original is not None:
-        published = Scores.read(original).content
-        checkpoints |= published.get("checkpoints", {})
-        own_tables |= {suite.name: dict(published.get(suite.name, {})) for suite in suites}
-        answers |= _original_answers(suites, original, published)
-    for suite in suites:
-        # A task left out for one model is left out for all, so that averages compare.
-        tasks = {subtask.task for subtask in suite.subtasks}
-        for (_, name), suite_answers in answers.items():
-            if name == suite.name:
-                unusable = not_shares(suite_answers.scores)
-                suite.missing |= {task: unusable[task] for task in tasks & unusable.keys()}
-    # Recompute the original's tables without the tasks that other models leave out.
-    tables = checkpoints.get(ORIGINAL, {})
-    for suite in suites:
-        if tables.get(suite.name, {}).keys() & suite.missing.keys():
-            del tables[suite.name]
-            if table := _table(suite, answers[ORIGINAL, suite.name], None):
-                tables[suite.name] = table
-    for model in models:
-        checkpoints[model.name] = {}
-        for suite in suites:
-            if (model.name, suite.name) not in answers:
-                continue
-            suite_answers = answers[model.name, suite.name]
-            base = answers.get((ORIGINAL, suite.name)) if model.name != ORIGINAL else None
-            if (own_table := suite.own_table(suite_answers, base)) is not None:
-                own_tables.setdefault(suite.name, {})[model.name] = own_table
-            elif (table := _table(suite, suite_answers, base)) is not None:
-                _note_missing_groups(suite, table)
-                logger.info("%s: %s average %.1f", model.name, suite.name, table["average"])
-                checkpoints[model.name][suite.name] = table
-    absent = {suite.name: suite.missing | suite.failed for suite in suites}
-    missing = {name: reasons for name, reasons in absent.items() if reasons}
-    return {
-        "checkpoints": checkpoints,
-        "digests": {suite.name: _digests(suite) for suite in suites},
-        **{name: table for name, table in own_tables.items() if table},
-        **({"missing": missing} if missing else {}),
-    }
-
-
-def _write_answers(
-    models: Sequence[EvaluatedModel], suites: Sequence[Suite], work_dir: Path
-) -> dict[tuple[str, str], SuiteAnswers]:
-    """Write samples.jsonl; returns the answers by model and suite."""
-    answers: dict[tuple[str, str], SuiteAnswers] = {}
-
-    def lines() -> Iterator[dict[str, Any]]:
-        for model in models:
-            for suite in suites:
-                if model.name not in suite.failed:
-                    records = list(suite.records(model))
-                    key = (model.name, suite.name)
-                    answers[key] = SuiteAnswers.of(records, *key)
-                    yield from records
-
-    write_samples(work_dir, lines())
-    return answers
-
-
-def _original_answers(
-    suites: Sequence[Suite], original: Path, published: Mapping[str, Any]
-) -> dict[tuple[str, str], SuiteAnswers]:
-    """The published answers of the original; its faults and absent tasks go to the suites."""
-    answers: dict[tuple[str, str], SuiteAnswers] = {}
-    records = [record for record in read_samples(original) if record["checkpoint"] == ORIGINAL]
-    for suite in suites:
-        fault = published.get("missing", {}).get(suite.name, {}).get(ORIGINAL)
-        if fault is not None:
-            suite.failed[ORIGINAL] = fault
-            continue
-        suite_answers = SuiteAnswers.of(records, ORIGINAL, suite.name)
-        answers[ORIGINAL, suite.name] = suite_answers
-        suite.missing = _not_compared(suite, suite_answers, published) | suite.missing
-    return answers
-
-
-def _note_missing_groups(suite: Suite, table: Mapping[str, Any]) -> None:
-    for name, group in suite.groups.items():
-        if group.is_named and name not in table.get("groups", {}):
-            suite.missing[name] = "none of its tasks has its metric as a share of 1"
-
-
-def _digests(suite: Suite) -> dict[str, dict[int, str]]:
-    digests: dict[str, dict[int, str]] = {}
-    for subtask in suite.subtasks:
-        digests.setdefault(subtask.task, {})[subtask.length] = subtask.digest
-    return digests
-
-
-def _not_compared(
-    suite: Suite, original: SuiteAnswers, published: Mapping[str, Any]
-) -> dict[str, str]:
-    """By task, why it cannot be compared with the original, whose stage may have had other data.
-
-    `published` is the content of its scores.json.
-    """
-    if original.losses:  # a suite without scores
-        return {}
-    reasons: dict[str, str] = {}
-    digests = published.get("digests", {}).get(suite.name, {})
-    for subtask in suite.subtasks:
-        task, length = subtask.task, str(subtask.length)
-        if (task, subtask.length) not in original.scores:
-            why = published.get("missing", {}).get(suite.name, {}).get(task)
-            reasons[task] = "the original has no score of it" + (f" ({why})" if why else "")
-        elif digests.get(task, {}).get(length, subtask.digest) != subtask.digest:
-            reasons[task] = "the original answered other samples of it"
-    tasks = {subtask.task for subtask in suite.subtasks}
-    table = published.get("checkpoints", {}).get(ORIGINAL, {}).get(suite.name, {})
-    for task, _ in original.scores:
-        if task in table and task not in tasks:
-            reasons[task] = "the original alone has a score of it"
-    return {task: f"{reason}; run with --force original" for task, reason in reasons.items()}
-
-
-def _table(suite: Suite, answers: SuiteAnswers, base: SuiteAnswers | None) -> dict[str, Any] | None:
-    """A model's table without the tasks in `suite.missing`; None if nothing is left."""
-    subtasks = {
-        key: scores for key, scores in answers.scores.items() if key[0] not in suite.missing
-    }
-    if not subtasks:
-        return None
-    table = suite_table(
-        subtasks,
-        base.scores if base is not None else None,
-        suite.groups,
-        answers.metrics,
-        base.metrics if base is not None else None,
-    )
-    for task, length in subtasks:
-        if cut := answers.cut.get((task, length)):
-            table[task][str(length)]["cut"] = cut
-    return table

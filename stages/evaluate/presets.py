@@ -8,11 +8,7 @@ PresetName = Literal["short", "long", "reasoning"]
 
 PRESETS: dict[PresetName, tuple[str, ...]] = {
     "short": ("mmlu", "ai2_arc", "hellaswag", "winogrande", "gsm8k"),
-    # LongProc without countdown and pseudo_to_code, whose scores run what the model writes.
-    "long": (
-        "longbench", "longbench2", "longproc_path_traversal", "longproc_tom_tracking",
-        "longproc_html_to_tsv", "longproc_travel_planning", "graphwalks_128k", "infinitebench",
-    ),
+    "long": ("longbench", "longbench2", "graphwalks_128k", "infinitebench"),
     # Minerva's version: hendrycks_math500 does not accept an answer in \\boxed.
     "reasoning": ("minerva_math500", "aime24", "aime25"),
-}  # fmt: skip
+}

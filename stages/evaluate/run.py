@@ -10,8 +10,8 @@ from bosch.files import exists
 from data_prep.documents.calibration import CalibrationNeedles
 from data_prep.documents.tokenizer import TokenizerSpec
 from stages.context import StageConfig
-from stages.evaluate.answers import EvaluatedModel, digest_of
-from stages.evaluate.models import evaluate_models
+from stages.evaluate.answers import digest_of
+from stages.evaluate.models import EvaluatedModel, evaluate_models
 from stages.evaluate.scores import HYBRID
 from stages.evaluate.stage import EvaluateConfig
 from stages.materialize.stage import MODEL

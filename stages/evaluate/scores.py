@@ -15,6 +15,8 @@ from stages.train.stage import checkpoint_tokens
 # Key of `Scores.missing` for models without any score.
 FAILED_MODELS = "models"
 SAMPLES = "samples.jsonl"
+# Characters of a prompt's end that are stored with its answer.
+TAIL_CHARACTERS = 300
 ORIGINAL = "original"
 HYBRID = "hybrid"
 
@@ -50,32 +52,22 @@ class MeanScore(Record):
 class TaskScore(MeanScore):
     """Score of one task at one length; `cut` samples were truncated at the beginning."""
 
-    standard_error: float
     samples: int
     cut: int = 0
 
 
-class MetricScore(MeanScore):
-    """A group's score under one metric, and its tasks."""
+class GroupScore(MeanScore):
+    """A group's score over those of its tasks (`of` is their number) that have a score."""
 
     tasks: list[str]
-
-
-class GroupScore(MetricScore):
-    """A group's score over those of its tasks (`of` is their number) that have a score.
-
-    `metrics` are its scores by metric and filter, of which the first is the group's score.
-    """
-
     of: int
-    metrics: dict[str, MetricScore]
 
 
 class SuiteScores(Record):
     """Scores of one model in one suite, in points of 100; every other field is a task.
 
-    `low` and `high` are the ends of the average's 95 % interval. `groups` holds averages over some
-    of the tasks.
+    `low` and `high` are the ends of the average's 95 % interval. `groups` holds the scores of
+    lm-eval's groups.
     """
 
     __pydantic_extra__: dict[str, dict[int, TaskScore]]
@@ -83,7 +75,6 @@ class SuiteScores(Record):
     average: float
     low: float | None = None
     high: float | None = None
-    standard_error: float | None = None
     against_original: PairedComparison | None = None
     by_length: dict[int, MeanScore] = Field(default={})
     groups: dict[str, GroupScore] = Field(default={})
@@ -121,12 +112,19 @@ class PositionLoss(Record):
     difference: list[BinLoss] | None = None
 
 
+SUITES = {"ruler": "RULER", "lm_eval": "Tasks of lm-eval", "positions": "Loss by position"}
+
+
+def suite_title(name: str) -> str:
+    """Display name of a suite; an unknown name is returned as it is."""
+    return SUITES.get(name, name)
+
+
 class Scores(WorkSummary):
     """scores.json: suites by evaluated model, and the source of the haystacks' text.
 
     `missing` has the reason for each task without a score, by suite, and under FAILED_MODELS the
-    reason for each model without any. `digests` identify the samples by suite, task and length.
-    `prompts`: whether prompts use the tokenizer's chat template.
+    reason for each model without any. `prompts`: whether prompts use the tokenizer's chat template.
     """
 
     FILE = "scores.json"
@@ -134,7 +132,6 @@ class Scores(WorkSummary):
     checkpoints: dict[Annotated[str, AfterValidator(_evaluated_name)], dict[str, SuiteScores]]
     positions: dict[str, PositionLoss] = Field(default={})
     missing: dict[str, dict[str, str]] = Field(default={})
-    digests: dict[str, dict[str, dict[int, str]]] = Field(default={})
     corpus: dict[str, Any] | None = None
     prompts: str | None = None
 

@@ -2,94 +2,215 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import Annotated, Any, Self, get_args
 
-from pydantic import AfterValidator, Field, create_model
+from pydantic import AfterValidator, Field
 
-from stages.evaluate.chat import has_template
+from bosch.errors import UserError
+from bosch.model.yarn import original_positions, yarn_fault
+from data_prep.source_files import files_below
+from data_prep.tasks.tables import DATA_FILES, NEW_TOKENS, NeedleTask, RulerTask
+from stages.evaluate.chat import ChatConfig, template_of
 from stages.evaluate.presets import PRESETS, PresetName
-from stages.evaluate.section import SuiteSection
-from stages.evaluate.suites import SUITES
-from stages.evaluate.suites.harness import HarnessEvaluation
 from stages.faults import Fault
-from stages.fields import Flag, Section, different
-from stages.stage import LoadedRecipe, Recipe, Stage, model_processes
+from stages.fields import Count, Flag, Line, Number, PathText, Section, different
+from stages.inputs import Hasher, Input, hashed_files, prose
+from stages.stage import LoadedRecipe, Recipe, Stage, model_processes, position_faults
+from stages.versions import installed_versions
+
+RULER_TASKS: tuple[str, ...] = get_args(RulerTask)
+_DATA_PACKAGE = partial(installed_versions, ["transformers"])
 
 
-class _Prompts(Section):
-    """Fields for the prompts of all suites."""
-
-    presets: Annotated[list[PresetName], AfterValidator(different)] = Field(default=[])
-    """Lists of lm-eval's tasks, added to those of harness: short (MMLU, ARC, HellaSwag, WinoGrande,
-    GSM8K), long (LongBench v1 and v2, LongProc, GraphWalks, InfiniteBench), reasoning
-    (MATH500, AIME)."""
-    chat_template: Flag = False
-    """Whether prompts are put into the tokenizer's chat template, which instruct models need."""
+def _ruler_files(ruler: RulerConfig, folder: str | None, hasher: Hasher) -> dict[str, Any]:
+    """Content hashes of the files that RULER downloads, of those that exist."""
+    files = [Path(folder, name) for name in DATA_FILES.values()] if folder is not None else []
+    return {path.name: hasher.sha256(path) for path in files if path.is_file()}
 
 
-# A field for each suite.
-if TYPE_CHECKING:
-    _Suites = _Prompts
-else:
-    _Suites = create_model(
-        "_Suites",
-        __base__=_Prompts,
-        **{
-            name: (suite | None, suite() if suite.by_default else None)
-            for name, suite in SUITES.items()
-        },
+class RulerConfig(Section):
+    """Samples of RULER's tasks (NVIDIA/RULER at commit c3f5e3b)."""
+
+    lengths: Annotated[list[Count], AfterValidator(different)] = Field(
+        default=[4096, 8192, 16384, 32768], min_length=1
     )
+    """Tokens of a sample, including generated ones."""
+    samples: Count = 500
+    """Samples per task and length."""
+    max_new_tokens: Count | None = None
+    """Tokens generated, counted inside the length; default: RULER's for each task."""
+    yarn: dict[Count, Annotated[Number, Field(gt=1, le=1024)]] = Field(default={})
+    """Lengths at which RoPE is stretched by YaRN, each with its factor, like {64k: 2, 128k: 4}; for
+    all models, only in this evaluation."""
+    yarn_original_length: Count | None = None
+    """Length that YaRN stretches; default: original_max_position_embeddings of the model's
+    config.json or card, else its max_position_embeddings."""
+    essay_dir: Annotated[PathText | None, prose()] = None
+    """Folder of prose for essay haystacks; default: pydoc's topics."""
+    data_dir: Annotated[PathText | None, Input(_ruler_files)] = None
+    """Folder with the files that RULER downloads: squad.json (qa_1), hotpotqa.json (qa_2),
+    english_words.json (cwe, where a length needs more words than there are)."""
+
+    def new_tokens(self, task: str) -> int:
+        """Tokens that a model may generate in a task."""
+        return NEW_TOKENS[task] if self.max_new_tokens is None else self.max_new_tokens
+
+    def faults(self, loaded: LoadedRecipe, tasks: list[str], in_chat: bool) -> Iterator[Fault]:
+        """Lengths without room for an answer, and lengths beyond the model's positions."""
+        where = "evaluate.ruler"
+        for length in set(self.yarn) - set(self.lengths):
+            yield Fault(f"{where}.yarn", f"{length:,} is not among {where}.lengths")
+        fault = yarn_fault(loaded.info.config) if loaded.info is not None and self.yarn else None
+        if fault is not None:
+            yield Fault(f"{where}.yarn", f"RoPE cannot be stretched: {fault}")
+        trained = self._trained_length(loaded) or loaded.positions
+        new_tokens = max(map(self.new_tokens, tasks))
+        for length in self.lengths:
+            factor = self.yarn.get(length)
+            limit = loaded.positions if factor is None else trained and trained * factor
+            if new_tokens >= length:
+                yield Fault(
+                    f"{where}.max_new_tokens",
+                    f"{new_tokens:,} leaves no room for a prompt in {where}.lengths = {length:,}",
+                )
+            if limit is None or length <= limit - 2 * in_chat:
+                continue
+            text = f"the model's {limit:,} positions"
+            if factor is not None:
+                text = f"{factor:g} times the {trained:,} that YaRN stretches"
+            place = f"{where}.{'lengths' if factor is None else 'yarn'}"
+            example = f"{{{length}: {math.ceil(length / (trained or 1))}}}"
+            if length > limit:
+                yield Fault(
+                    place, f"{length:,} is more than {text}; set {where}.yarn, like {example}"
+                )
+            else:
+                yield Fault(
+                    f"{where}.lengths",
+                    f"{length:,} leaves no room for evaluate.apply_chat_template in {text}; lower "
+                    f"it by about a hundred, or set a larger factor in {where}.yarn",
+                )
+
+    def _trained_length(self, loaded: LoadedRecipe) -> int | None:
+        """The length that YaRN stretches, if recipe, config.json or model card have it."""
+        if not self.yarn or self.yarn_original_length is not None or loaded.info is None:
+            return self.yarn_original_length
+        folder = loaded.info.directory
+        return original_positions(loaded.info.config, folder and folder / "README.md")
+
+    def missing(self, tasks: list[str]) -> Iterator[Fault]:
+        """RULER's files that the tasks need."""
+        for task in tasks:
+            name = DATA_FILES.get(task) if task != "cwe" else None  # built-in words may suffice
+            if name is None or (self.data_dir is not None and Path(self.data_dir, name).is_file()):
+                continue
+            where = f"{self.data_dir} holds none" if self.data_dir is not None else "none is named"
+            yield Fault(
+                "evaluate.ruler.data_dir",
+                f"{task} needs a folder with {name}, as RULER downloads it; {where}",
+            )
 
 
-class EvaluateConfig(_Suites):
-    """Scores of the original, the untrained hybrid and every checkpoint."""
+class PositionConfig(Section):
+    """Loss by position in held-out long documents."""
+
+    length: Count = Field(32768, ge=2)
+    """Tokens read of each document."""
+    documents: Count = 32
+    """Number of documents; the first that are long enough are used."""
+    path: Annotated[PathText | None, prose(_DATA_PACKAGE)] = None
+    """Folder of .txt or .md files that are no training data; default: the source files of
+    transformers' models from their first class on, the longest first."""
+
+
+def _task_folders(evaluate: Any, folders: list[str], hasher: Hasher) -> dict[str, Any] | None:
+    files = {folder: _task_files(folder) for folder in folders}
+    return {name: hashed_files(name, found, hasher) for name, found in files.items()} or None
+
+
+def _task_files(folder: str) -> list[Path]:
+    """A folder's files; caches that Python and lm-eval write there do not count."""
+    if not Path(folder).is_dir():
+        raise UserError(f"there is no folder {folder}")
+    return sorted(path for path in files_below(Path(folder)) if path.suffix != ".pyc")
+
+
+def _check_task_folders(evaluate: Any, folders: list[str]) -> None:
+    for folder in folders:
+        if not any(path.suffix == ".yaml" for path in _task_files(folder)):
+            raise UserError(f"{folder} holds no .yaml file of a task")
+
+
+class EvaluateConfig(ChatConfig):
+    """Scores of the original, the untrained hybrid and every checkpoint, by lm-eval."""
+
+    tasks: Annotated[list[Line], AfterValidator(different)] = Field(
+        default=list(get_args(NeedleTask))
+    )
+    """Tasks, groups and tags of lm-eval, of include_path, and RULER's thirteen tasks (ruler: all),
+    which stand in place of lm-eval's tasks with these names."""
+    presets: Annotated[list[PresetName], AfterValidator(different)] = Field(default=[])
+    """Lists of lm-eval's tasks, added to tasks: short (MMLU, ARC, HellaSwag, WinoGrande, GSM8K),
+    long (LongBench v1 and v2, GraphWalks, InfiniteBench), reasoning (MATH500, AIME)."""
+    include_path: Annotated[list[PathText], Input(_task_folders, _check_task_folders)] = Field(
+        default=[]
+    )
+    """Folders with tasks of your own, as lm-eval reads them: YAML files and functions."""
+    num_fewshot: int | None = Field(None, ge=0, le=1000)
+    """Worked examples in a prompt; default: the task's own."""
+    fewshot_as_multiturn: Flag = True
+    """In a chat template, whether worked examples are turns of the conversation."""
+    limit: Count | None = None
+    """Documents per task, from its first on; default: all."""
+    gen_kwargs: dict[Line, bool | int | float | Line | list[Line]] = Field(default={})
+    """Settings of generation in place of the tasks' own, like {max_gen_toks: 2048}."""
+    confirm_run_unsafe_code: Flag = False
+    """Whether tasks may run code that the model writes, like humaneval."""
+    ruler: RulerConfig = RulerConfig()
+    positions: PositionConfig | None = None
 
     def completed(self, recipe: Recipe) -> Self:
-        """The section with the tasks of its presets."""
-        if not self.presets:
-            return self
-        harness: Any = self.suites.get("harness") or HarnessEvaluation()
-        tasks = [*harness.tasks, *(task for name in self.presets for task in PRESETS[name])]
-        changed = harness.model_copy(update={"tasks": list(dict.fromkeys(tasks))})
-        return self.model_copy(update={"harness": changed})
+        """The section with the tasks of `ruler` and of its presets."""
+        names = [*self.tasks, *(task for name in self.presets for task in PRESETS[name])]
+        every = [one for name in names for one in (RULER_TASKS if name == "ruler" else (name,))]
+        return self.model_copy(update={"tasks": list(dict.fromkeys(every))})
 
     @property
-    def suites(self) -> dict[str, SuiteSection]:
-        """The sections of the suites that the recipe has, by name."""
-        sections = {name: getattr(self, name) for name in SUITES}
-        return {name: section for name, section in sections.items() if section is not None}
+    def ruler_tasks(self) -> list[str]:
+        return [task for task in self.tasks if task in RULER_TASKS]
+
+    @property
+    def lm_eval_tasks(self) -> list[str]:
+        """All tasks, groups and tags but RULER's."""
+        return [task for task in self.tasks if task not in RULER_TASKS]
 
 
 def _faults(loaded: LoadedRecipe) -> Iterator[Fault]:
     evaluate = loaded.recipe[EvaluateConfig]
-    if not evaluate.suites:
-        yield Fault("evaluate", f"names nothing to evaluate; set one of {', '.join(SUITES)}")
-    for name, section in evaluate.suites.items():
-        yield from section.faults(loaded, f"evaluate.{name}")
-        if evaluate.chat_template:
-            yield from section.chat_faults(loaded, f"evaluate.{name}")
+    yield from evaluate.faults("evaluate")
+    if not evaluate.tasks and evaluate.positions is None:
+        yield Fault("evaluate.tasks", "names nothing to evaluate; set tasks, presets or positions")
+    if tasks := evaluate.ruler_tasks:
+        yield from evaluate.ruler.faults(loaded, tasks, evaluate.apply_chat_template)
+    if evaluate.positions is not None:
+        yield from position_faults(loaded, "evaluate.positions.length", evaluate.positions.length)
 
 
 def _missing(loaded: LoadedRecipe) -> Iterator[Fault]:
-    """Missing files and packages of the suites other than the recipe's folders."""
+    """Missing files and packages other than the recipe's folders."""
     evaluate = loaded.recipe[EvaluateConfig]
-    for name, section in evaluate.suites.items():
-        yield from section.missing(loaded, f"evaluate.{name}")
+    yield from evaluate.ruler.missing(evaluate.ruler_tasks)
     folder = loaded.info.directory if loaded.info is not None else None
-    if evaluate.chat_template and folder is not None and not has_template(Path(folder)):
+    if evaluate.apply_chat_template and folder is not None and not template_of(folder):
         yield Fault(
-            "evaluate.chat_template",
+            "evaluate.apply_chat_template",
             f"the tokenizer in {folder} has no chat template; set it to false, or add "
             "chat_template.jinja",
         )
-
-
-def slow_faults(loaded: LoadedRecipe) -> Iterator[Fault]:
-    """Faults of the suites that only `validate` looks for."""
-    for name, section in loaded.recipe[EvaluateConfig].suites.items():
-        yield from section.slow_faults(f"evaluate.{name}")
 
 
 STAGE = Stage(
@@ -104,6 +225,6 @@ STAGE = Stage(
     processes=model_processes,
     checks=_faults,
     missing=_missing,
-    slow_checks="stages.evaluate.stage:slow_faults",
+    slow_checks="stages.evaluate.names:slow_faults",
     cost="stages.evaluate.cost:cost",
 )

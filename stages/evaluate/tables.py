@@ -1,168 +1,189 @@
-"""Tables of scores.json from answers."""
+"""Tables of scores.json from the lines of samples.jsonl."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
-from bosch.analysis.intervals import Interval, compare, mean_score
-from stages.evaluate.answers import TaskGroup
+import numpy as np
 
-if TYPE_CHECKING:
-    from lm_eval.config.group import AggMetricConfig
+from bosch.analysis.intervals import Interval, compare, mean_score, student
+from stages.evaluate.scores import ORIGINAL
 
-# Scores in [0, 1] of a model in a suite, by task and length, in the order of the samples.
-SubtaskScores = Mapping[tuple[str, int], Sequence[float]]
-# The same under each of the tasks' metrics, which have names like "acc,none".
-MetricScores = Mapping[tuple[str, int], Mapping[str, Sequence[float]]]
+Record = Mapping[str, Any]
+# Names of suites.
+RULER, LM_EVAL, POSITIONS = "ruler", "lm_eval", "positions"
+# One model's records of a task at a length, in the order of the samples.
+Cells = dict[tuple[str, int], list[Record]]
 # Scores that are averaged to one, and the original's scores on the same samples.
 _Part = tuple[Sequence[float], Sequence[float] | None]
 
 
-class SuiteAnswers(NamedTuple):
-    """One model's answers in one suite for the tables, without their texts."""
+@dataclass(frozen=True)
+class TaskGroup:
+    """A group of lm-eval's, scored by the first of its rules.
 
-    scores: SubtaskScores
-    metrics: MetricScores
-    losses: Sequence[Sequence[float]]  # by bins of positions, documents in order
-    cut: Mapping[tuple[str, int], int]  # samples truncated at the beginning
+    The metric has the names in `metrics`, one for each filter; the mean is over all documents
+    (`by_size`) or over the tasks. `is_named`: the recipe names the group itself.
+    """
 
-    @classmethod
-    def of(cls, records: Iterable[Mapping[str, Any]], model: str, suite: str) -> SuiteAnswers:
-        """The answers among lines of samples.jsonl."""
-        scores: dict[tuple[str, int], list[float]] = {}
-        metrics: dict[tuple[str, int], dict[str, list[float]]] = {}
-        losses: list[Sequence[float]] = []
-        cut = Counter[tuple[str, int]]()
-        for record in records:
-            if (record["checkpoint"], record["suite"]) != (model, suite):
-                continue
-            if "score" not in record:
-                losses.append(record["loss"])
-                continue
-            key = record["task"], record["length"]
-            scores.setdefault(key, []).append(record["score"])
-            if record.get("cut"):
-                cut[key] += 1
-            by_metric = metrics.setdefault(key, {})
-            for metric, value in record.get("scores", {}).items():
-                by_metric.setdefault(metric, []).append(value)
-        return cls(scores, metrics, losses, cut)
+    tasks: tuple[str, ...]
+    metrics: tuple[str, ...]
+    by_size: bool
+    is_named: bool
 
 
-def not_shares(subtasks: SubtaskScores) -> dict[str, str]:
-    """Tasks with scores outside [0, 1], which intervals and averages need, with a reason."""
+def cells_of(records: Iterable[Record], suite: str) -> Cells:
+    """A model's records in a suite, by task and length."""
+    cells: Cells = {}
+    for record in records:
+        if record["suite"] == suite:
+            cells.setdefault((record["task"], record["length"]), []).append(record)
+    return cells
+
+
+def score_tables(
+    records: Mapping[str, Sequence[Record]],
+    groups: Mapping[str, TaskGroup],
+    missing: Mapping[str, Mapping[str, str]],
+) -> dict[str, Any]:
+    """The fields about scores and samples of scores.json, from all models' records.
+
+    A task without a score for one model, or without the original's answers to the same prompts, is
+    left out for all, so that averages compare.
+    """
+    absent = {suite: dict(tasks) for suite, tasks in missing.items()}
+    suites = list(dict.fromkeys(one["suite"] for lines in records.values() for one in lines))
+    checkpoints: dict[str, dict[str, Any]] = {model: {} for model in records}
+    losses: dict[str, Any] = {}
+    for suite in suites:
+        cells = {model: cells_of(lines, suite) for model, lines in records.items()}
+        base = cells.get(ORIGINAL)
+        if suite == POSITIONS:
+            losses = _loss_tables(cells)
+            continue
+        for found in cells.values():
+            for (task, _), lines in found.items():
+                if not all(0 <= one["score"] <= 1 for one in lines):
+                    reason = "its score is not a share from 0 to 1 per document"
+                    absent.setdefault(suite, {})[task] = reason
+        for found in cells.values():
+            for task, reason in _not_compared(found, base).items():
+                absent.setdefault(suite, {}).setdefault(task, reason)
+        for model, found in cells.items():
+            left = {k: lines for k, lines in found.items() if k[0] not in absent.get(suite, {})}
+            if left:
+                against_base = base if model != ORIGINAL else None
+                checkpoints[model][suite] = suite_table(left, against_base, groups)
     return {
-        task: "its score is not a share from 0 to 1 per document"
-        for (task, _), scores in subtasks.items()
-        if not _are_shares(scores)
+        "checkpoints": checkpoints,
+        **({"positions": losses} if losses else {}),
+        **({"missing": absent} if absent else {}),
     }
+
+
+def _loss_tables(cells: Mapping[str, Cells]) -> dict[str, Any]:
+    tables, original = {}, None
+    for model, found in cells.items():
+        [((_, length), lines)] = found.items()
+        losses = [one["loss"] for one in lines]
+        tables[model] = position_table(length, losses, original)
+        original = losses if model == ORIGINAL else original
+    return tables
+
+
+def _not_compared(found: Cells, base: Cells | None) -> dict[str, str]:
+    """By task, why it cannot be compared with the original, whose stage may have had other data."""
+    reasons = {}
+    for key in {*found, *(base or {})} if base is not None else ():
+        own, other = found.get(key), base.get(key) if base is not None else None
+        if other is None:
+            reasons[key[0]] = "the original has no score of it; run with --force original"
+        elif own is None:
+            reasons[key[0]] = "the original alone has a score of it; run with --force original"
+        elif [one["prompt"] for one in own] != [one["prompt"] for one in other]:
+            reasons[key[0]] = "the original answered other samples of it; run with --force original"
+    return reasons
 
 
 def suite_table(
-    subtasks: SubtaskScores,
-    original: SubtaskScores | None = None,
-    groups: Mapping[str, TaskGroup] | None = None,
-    metrics: MetricScores | None = None,
-    original_metrics: MetricScores | None = None,
+    cells: Cells, original: Cells | None = None, groups: Mapping[str, TaskGroup] | None = None
 ) -> dict[str, Any]:
     """A model's table in a suite: task by length, averages, 95 % intervals, all in percent.
 
-    `average` is the unweighted mean over the subtasks, which count as independent; a group that the
-    recipe names counts as one subtask if its score is a mean over documents. If the `original`
-    model's scores on the same samples are given, every score is compared with them. A group has
-    scores by its rules, over those of its tasks that have them.
+    `average` is the unweighted mean over tasks and lengths, which count as independent; a group
+    that the recipe names counts as one of them if its score is a mean over documents. If the
+    `original` model's records are given, every score is compared with them.
     """
     base = original or {}
-    parts = {key: (scores, base.get(key)) for key, scores in subtasks.items()}
+    parts = {key: _part(lines, base.get(key), "score") for key, lines in cells.items()}
     table: dict[str, Any] = {}
     for (task, length), part in parts.items():
+        cut = sum(bool(one.get("cut")) for one in cells[task, length])
         table.setdefault(task, {})[str(length)] = {
-            **_mean_row([part]),
-            "standard_error": _standard_error(part[0]),
-            "samples": len(part[0]),
-        }
-    rows = {
-        name: _group_row(group, parts, metrics or {}, original_metrics or {})
-        for name, group in (groups or {}).items()
-    }
-    averaged = dict(parts)
-    for name, (_, pooled) in rows.items():
-        if groups and groups[name].is_named and pooled is not None:
-            for key in [key for key in averaged if key[0] in groups[name].tasks]:
-                del averaged[key]
-            averaged[name, 0] = pooled
+            **_mean_row([part]), "samples": len(part[0]), **({"cut": cut} if cut else {})
+        }  # fmt: skip
+    averaged, rows = dict(parts), {}
+    for name, group in (groups or {}).items():
+        if own := _group_parts(group, cells, base):
+            pooled = _pooled(list(own.values())) if group.by_size else None
+            row = _mean_row([pooled] if pooled is not None else list(own.values()))
+            rows[name] = {**row, "tasks": list(own), "of": len(group.tasks)}
+            if group.is_named and pooled is not None:
+                averaged = {k: part for k, part in averaged.items() if k[0] not in own}
+                averaged[name, 0] = pooled
     average = _mean_row(list(averaged.values()))
-    errors = [_standard_error(scores) for scores, _ in averaged.values()]
     return {
         "average": average.pop("score"),
         **average,
-        "standard_error": sum(error**2 for error in errors) ** 0.5 / len(errors),
         **table,
         "by_length": {
             str(length): _mean_row([part for key, part in averaged.items() if key[1] == length])
             for length in sorted({length for _, length in averaged})
         },
-        **({"groups": {name: row for name, (row, _) in rows.items() if row}} if rows else {}),
+        **({"groups": rows} if rows else {}),
     }
 
 
-def _group_row(
-    group: TaskGroup,
-    parts: Mapping[tuple[str, int], _Part],
-    metrics: MetricScores,
-    original: MetricScores,
-) -> tuple[dict[str, Any], _Part | None]:
-    """A group's row, empty without a score, and the pooled documents if its score is their mean."""
-    keys = [key for key in metrics if key[0] in group.tasks and key in parts]
-    scores: dict[str, dict[str, Any]] = {}
-    first_pooled: _Part | None = None
-    for rule in group.rules:
-        for metric in _metric_names(rule, [metrics[key] for key in keys]):
-            metric_keys = [key for key in keys if metric in metrics[key]]
-            task_parts: list[_Part] = [
-                (metrics[key][metric], original.get(key, {}).get(metric)) for key in metric_keys
-            ]
-            if not metric_keys or not all(_are_shares(values) for values, _ in task_parts):
-                continue
-            pooled = _pooled(task_parts) if rule.weight_by_size else None
-            if not scores:
-                first_pooled = pooled
-            scores[metric] = {
-                **_mean_row([pooled] if pooled is not None else task_parts),
-                "tasks": [task for task, _ in metric_keys],
-            }
-    if not scores:
-        return {}, None
-    return {**next(iter(scores.values())), "of": len(group.tasks), "metrics": scores}, first_pooled
+def _part(lines: Sequence[Record], base: Sequence[Record] | None, metric: str) -> _Part:
+    def values(some: Sequence[Record]) -> list[float]:
+        return [one["score"] if metric == "score" else one["scores"][metric] for one in some]
+
+    return values(lines), values(base) if base is not None else None
 
 
-def _metric_names(rule: AggMetricConfig, tasks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names of a rule's metric under its filters, by default under all filters of the tasks."""
-    if rule.filter_list is not None:
-        return [f"{rule.metric},{name}" for name in rule.filter_list]
-    start = f"{rule.metric},"
-    return sorted({name for task in tasks for name in task if name.startswith(start)})
+def _group_parts(group: TaskGroup, cells: Cells, base: Cells) -> dict[str, _Part]:
+    """The scores of a group's tasks under its metric, of the tasks that have it as a share."""
+    found = {}
+    for task in group.tasks:
+        lines, other = cells.get((task, 0), []), base.get((task, 0))
+        for metric in group.metrics:
+            values = [one["scores"].get(metric, -1) for one in lines]
+            if values and all(0 <= value <= 1 for value in values):
+                found[task] = _part(lines, other, metric)
+                break
+    return found
 
 
 def _pooled(parts: Sequence[_Part]) -> _Part:
     """All documents of some tasks as one task, whose mean weighs tasks by size."""
-    originals = [base for _, base in parts if base is not None]
-    complete = len(originals) == len(parts)
+    bases = [base for _, base in parts if base is not None]
     values = [value for part, _ in parts for value in part]
-    return values, [value for base in originals for value in base] if complete else None
+    whole = len(bases) == len(parts)
+    return values, [value for base in bases for value in base] if whole else None
 
 
 def _mean_row(parts: Sequence[_Part]) -> dict[str, Any]:
     """The unweighted mean of parts, and its comparison with the original's."""
     scores = [values for values, _ in parts]
-    mean = mean_score([_mean(values) for values in scores], list(map(len, scores)))
-    originals = [base for _, base in parts if base is not None]
-    if [len(base) for base in originals] != [len(values) for values in scores]:
+    means = [sum(values) / len(values) for values in scores]
+    mean = mean_score(means, list(map(len, scores)))
+    bases = [base for _, base in parts if base is not None]
+    if [len(base) for base in bases] != [len(values) for values in scores]:
         return _points(mean)  # the original lacks answers to the same samples
-    pairs = list(zip(scores, originals, strict=True))
+    pairs = list(zip(scores, bases, strict=True))
     return {**_points(mean), "against_original": against(pairs)}
 
 
@@ -177,24 +198,35 @@ def against(parts: Sequence[tuple[Sequence[float], Sequence[float]]]) -> dict[st
     }  # fmt: skip
 
 
-def _are_shares(values: Sequence[float]) -> bool:
-    return all(0 <= value <= 1 for value in values)
-
-
 def _points(interval: Interval) -> dict[str, float]:
     # Ten decimals: 0.975 of 100 is 97.5.
     names = ("score", "low", "high")
     return {name: round(100 * value, 10) for name, value in zip(names, interval, strict=True)}
 
 
-def _standard_error(scores: Sequence[float]) -> float:
-    """Standard error of the mean in percent; 0 for a single score."""
-    if len(scores) < 2:
-        return 0.0
-    mean = _mean(scores)
-    squares = sum((score - mean) ** 2 for score in scores)
-    return 100 * math.sqrt(squares / (len(scores) - 1) / len(scores))
+def edges(length: int) -> list[int]:
+    """Bounds of the bins of predicted positions: 1, 2, 4, … and `length`."""
+    return [*(2**power for power in range(math.ceil(math.log2(length)))), length]
 
 
-def _mean(scores: Sequence[float]) -> float:
-    return sum(scores) / len(scores)
+def position_table(
+    length: int, answers: Sequence[Sequence[float]], original: Sequence[Sequence[float]] | None
+) -> dict[str, Any]:
+    """Mean loss of each bin, and its difference to the original's, with 95 % intervals.
+
+    `answers` [documents, bins] in nats per token; the difference is over the same documents.
+    Intervals are over documents; up to four have none.
+    """
+    values = np.asarray(answers)
+    table: dict[str, Any] = {
+        "edges": edges(length),
+        "documents": len(values),
+        "loss": _means(values),
+    }
+    if original is not None and len(original) == len(values):
+        table["difference"] = _means(values - np.asarray(original))
+    return table
+
+
+def _means(values: np.ndarray) -> list[dict[str, float | None]]:
+    return [student(column)._asdict() for column in values.T]

@@ -8,8 +8,7 @@ from typing import Any
 
 from data_prep.documents.tokenizer import TokenizerSpec
 from stages.context import StageConfig
-from stages.evaluate.answers import EvaluatedModel
-from stages.evaluate.models import evaluate_models
+from stages.evaluate.models import EvaluatedModel, evaluate_models
 from stages.evaluate.scores import ORIGINAL
 from stages.evaluate.stage import EvaluateConfig
 

@@ -140,7 +140,7 @@ class CalibrationConfig(Section):
     length: Count = 32768
     """Tokens of an example, including generated ones."""
     max_new_tokens: Count | None = None
-    """Tokens generated, counted inside the length; default: evaluate.needle's."""
+    """Tokens generated, counted inside the length; default: evaluate.ruler's."""
     essay_dir: Annotated[PathText | None, prose()] = None
     """Folder of prose for essay haystacks; default: pydoc's topics."""
 
@@ -163,10 +163,9 @@ class PrepareConfig(Section):
     def completed(self, recipe: Recipe) -> Self:
         """The section with calibration prompts as long as the evaluation's."""
         evaluate = recipe.get(EvaluateConfig)
-        needle: Any = None if evaluate is None else evaluate.suites.get("needle")
-        if needle is None or self.calibration.max_new_tokens is not None:
+        if evaluate is None or self.calibration.max_new_tokens is not None:
             return self
-        changes = {"max_new_tokens": needle.max_new_tokens}
+        changes = {"max_new_tokens": evaluate.ruler.max_new_tokens}
         return self.model_copy(update={"calibration": self.calibration.model_copy(update=changes)})
 
     @property

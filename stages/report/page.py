@@ -8,8 +8,7 @@ from pathlib import PurePath
 from typing import Any
 
 from stages.context import StageConfig
-from stages.evaluate.scores import MeanScore, SuiteScores
-from stages.evaluate.suites import suite_title
+from stages.evaluate.scores import MeanScore, SuiteScores, suite_title
 from stages.formats import (
     format_bytes,
     format_count,

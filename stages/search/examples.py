@@ -9,9 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from bosch.errors import UserError
 from bosch.files import exists, write_text
 from bosch.objective.batches import check_vocabulary
@@ -22,8 +19,8 @@ from data_prep.documents.calibration import Prompt, read_prompts
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from data_prep.tasks.needles import string_match
 from stages.context import StageConfig
-from stages.evaluate.chat import ChatTemplate, checked_template
-from stages.evaluate.generation import Question, decode, generate_ids
+from stages.evaluate.chat import ChatConfig
+from stages.evaluate.lm import LanguageModel
 from stages.prepare.stage import CALIBRATION, TOKENIZER
 from stages.search.stage import EXAMPLES, SearchConfig
 
@@ -44,15 +41,11 @@ def calibration_set(
     """
     path, prompts = work_dir / EXAMPLES, read_prompts(prepared / CALIBRATION)
     if not ranks.from_first(exists(path)):
-        embeddings = len(model.get_input_embeddings().weight)
-        check_vocabulary((prompt.input_ids for prompt in prompts), embeddings)
         tokenizer = load_tokenizer(
             TokenizerSpec(str(prepared / TOKENIZER), None, config.model.trust_remote_code)
         )
-        in_chat = config.section.chat_template
-        chat = checked_template(tokenizer, embeddings) if in_chat else None
-        size = config.runtime.eval_batch_size
-        records = answered(model, tokenizer, prompts, size, chat, ranks)
+        chat, rows = config.section.chat or ChatConfig(), config.runtime.eval_batch_size
+        records = answered(LanguageModel(model, tokenizer, chat, rows), prompts, ranks)
         if ranks.is_first:
             write_text(path, "".join(json.dumps(record) + "\n" for record in records))
     calibration = ranks.from_first(CalibrationSet.load(path) if ranks.is_first else None)
@@ -67,12 +60,7 @@ def calibration_set(
 
 
 def answered(
-    model: Any,
-    tokenizer: Any,
-    prompts: Sequence[Prompt],
-    batch_size: int,
-    chat: ChatTemplate | None = None,
-    ranks: Ranks | None = None,
+    lm: LanguageModel, prompts: Sequence[Prompt], ranks: Ranks | None = None
 ) -> list[dict[str, Any]]:
     """Examples of the prompts that the model answers right, as the evaluation asks and scores them.
 
@@ -85,7 +73,7 @@ def answered(
     ranks, asked, right = ranks or Ranks(), list[Prompt](), list[dict[str, Any]]()
     for part in (wanted, spare):
         if len(right) < len(wanted):
-            own = _answers(model, tokenizer, part[ranks.rank :: ranks.size], batch_size, chat)
+            own = _answers(lm, part[ranks.rank :: ranks.size])
             numbers = range(ranks.rank, len(part), ranks.size)
             records = dict(ranks.gather(list(zip(numbers, own, strict=True))))
             right += [record for _, record in sorted(records.items()) if record is not None]
@@ -94,43 +82,37 @@ def answered(
     return right[: len(wanted)]
 
 
-def _answers(
-    model: Any,
-    tokenizer: Any,
-    prompts: Sequence[Prompt],
-    batch_size: int,
-    chat: ChatTemplate | None,
-) -> list[dict[str, Any] | None]:
+def _answers(lm: LanguageModel, prompts: Sequence[Prompt]) -> list[dict[str, Any] | None]:
     """The example of each prompt; None if the answer is wrong."""
     records: list[dict[str, Any] | None] = [None] * len(prompts)
+    texts = [lm.prompt(prompt.prompt, prompt.prefix) for prompt in prompts]
+    if texts:
+        embeddings = len(lm.model.get_input_embeddings().weight)
+        check_vocabulary(map(lm.tok_encode, texts), embeddings)
     with progress(len(prompts), "answers of the original model", "answers") as bar:
         for new_tokens in sorted({prompt.new_tokens for prompt in prompts}):
-            questions = []
-            for index, prompt in enumerate(prompts):
-                if prompt.new_tokens == new_tokens:
-                    ids = prompt.input_ids
-                    ids = ids if chat is None else chat.ids(ids, prompt.prefix)
-                    questions.append(Question(index, np.array(ids, np.int32), prompt.answers))
-            for batch in generate_ids(model, tokenizer, questions, new_tokens, batch_size):
-                for question, answer in batch:
-                    length = _right_length(tokenizer, answer, question.answers)
-                    if length is not None:
-                        ids = [*question.prompt_ids.tolist(), *answer[:length].tolist()]
-                        task = prompts[question.index].task
-                        records[question.index] = {
-                            "task": task, "input_ids": ids, "answer_length": length
-                        }  # fmt: skip
-                bar.update(len(batch))
+            asked = {
+                index: (texts[index], prompt.answers)
+                for index, prompt in enumerate(prompts)
+                if prompt.new_tokens == new_tokens
+            }
+            for index, prompt_ids, answer in lm.answer_ids(asked, new_tokens):
+                length = _right_length(lm, answer, prompts[index].answers)
+                if length is not None:
+                    ids = [*prompt_ids, *answer[:length]]
+                    task = prompts[index].task
+                    records[index] = {"task": task, "input_ids": ids, "answer_length": length}
+                bar.update()
     return records
 
 
-def _right_length(tokenizer: Any, answer: torch.Tensor, answers: Sequence[str]) -> int | None:
+def _right_length(lm: LanguageModel, answer: list[int], answers: Sequence[str]) -> int | None:
     """Tokens after which the evaluation stops an answer because it is right; None if it is not.
 
     In a batch of a model without end tokens a row goes on until the last one has stopped.
     """
     for length in range(1, len(answer) + 1):
-        if string_match(decode(tokenizer, answer[:length]), answers) == 1.0:
+        if string_match(lm.tok_decode(answer[:length]) or "", answers) == 1.0:
             return length
     return None
 
@@ -146,5 +128,5 @@ def _check(right: Sequence[dict[str, Any]], asked: Sequence[Prompt], wanted: int
         raise UserError(
             f"search: {answers}: too few to tell masks apart; lower prepare.calibration.length, "
             "choose other prepare.calibration.tasks, ask an instruct model in its chat template "
-            "(evaluate.chat_template), or use a model that can retrieve"
+            "(evaluate.apply_chat_template), or use a model that can retrieve"
         )

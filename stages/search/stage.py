@@ -20,6 +20,7 @@ from bosch.search.methods import METHODS, MethodName
 from bosch.search.settings import SearchSettings, SolverName
 from bosch.search.trace import TracePoint
 from bosch.window import Window, named_share
+from stages.evaluate.chat import ChatConfig
 from stages.evaluate.stage import EvaluateConfig
 from stages.faults import Fault, collected
 from stages.fields import MOST, Count, Flag, Number, PathText, Ratio, Section, rising
@@ -94,9 +95,8 @@ class SearchConfig(Section):
     the last phase's mask is the result. By default log-likelihoods break ties and the best mask on
     budget that was measured is the result."""
 
-    chat_template: Flag | None = None
-    """Whether calibration prompts are put into the tokenizer's chat template; default:
-    evaluate.chat_template."""
+    chat: ChatConfig | None = None
+    """How calibration prompts are put to the model; default: as the evaluation's."""
 
     mask: Annotated[PathText | None, Input(_mask_file, _check_mask)] = None
     """File with the head mask for method given (docs/reference/format.md)."""
@@ -146,11 +146,11 @@ class SearchConfig(Section):
 
     def completed(self, recipe: Recipe) -> Self:
         """The section with prompts as the evaluation asks them."""
-        evaluate = recipe.get(EvaluateConfig)
-        if self.chat_template is not None:
+        if self.chat is not None:
             return self
-        chat_template = evaluate is not None and evaluate.chat_template
-        return self.model_copy(update={"chat_template": chat_template})
+        evaluate = recipe.get(EvaluateConfig) or ChatConfig()
+        fields = {name: getattr(evaluate, name) for name in ChatConfig.model_fields}
+        return self.model_copy(update={"chat": ChatConfig(**fields)})
 
     def settings(self, seed: int, ratio: float | None = None) -> SearchSettings:
         """The library's settings with the recipe's seed; `ratio` replaces the section's."""

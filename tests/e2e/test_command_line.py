@@ -48,11 +48,11 @@ def test_run_and_status_and_a_second_run_with_nothing_to_do(case: Case) -> None:
 
 def test_a_run_with_missing_scores_ends_with_1(case: Case) -> None:
     """In every run, even with nothing to do, so that a script notices; results are published."""
-    missing = '{"harness": {"gsm8k": "its data could not be read"}}'
+    missing = '{"lm_eval": {"gsm8k": "its data could not be read"}}'
     for environment in ({"FAKE_MISSING": missing}, {}):
         done = case.fork("run", **environment)
         assert done.returncode == 1
-        assert "harness: gsm8k has no score: its data could not be read" in done.stdout
+        assert "lm_eval: gsm8k has no score: its data could not be read" in done.stdout
     assert "nothing to do" in done.stdout
     assert case.fork("run", "--until", "train").returncode == 0
 

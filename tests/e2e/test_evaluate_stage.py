@@ -1,58 +1,57 @@
-"""The evaluate stage on a tiny model: its scores, what it reuses, how it resumes."""
+"""The evaluate stage on a tiny model: scores, what is missing, resuming, several processes."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from bosch.errors import LostRankError, RunError
+from bosch.errors import LostRankError, RunError, UserError
 from bosch.mask_files import HeadMaskFile
 from bosch.masks import HeadMask
 from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
 from data_prep.documents.calibration import CalibrationNeedles
+from data_prep.documents.tokenizer import TokenizerSpec
 from stages.context import ModelConfig, Runtime, StageConfig
-from stages.evaluate import models, suite
+from stages.evaluate import models
 from stages.evaluate import run as evaluate
-from stages.evaluate.answers import EvaluatedModel
+from stages.evaluate.answers import AnswerLog
+from stages.evaluate.models import EvaluatedModel, evaluate_models
+from stages.evaluate.positions import documents, long_documents, token_losses
 from stages.evaluate.scores import Scores, read_samples
-from stages.evaluate.stage import EvaluateConfig
+from stages.evaluate.stage import EvaluateConfig, PositionConfig
 from stages.original import run as original
 from stages.prepare import run as prepare
 from stages.prepare.stage import PrepareConfig
 from stages.train.stage import TrainingSummary
-from tests.peak_memory import TensorBytes
-from tests.tiny_data import save_tiny_model
+from tests.evaluation_case import evaluation, score_original, write_tasks
+from tests.rank_processes import on_ranks
+from tests.tiny_data import byte_tokenizer, save_tiny_model, tiny_tokenizer
 
-SECTION = EvaluateConfig(
-    needle={
-        "tasks": ["niah_single_1", "niah_multikey_2"],
-        "lengths": [400, 512],
-        "samples": 3,
-        "max_new_tokens": 4,
-    }
-)
+NAMES = ["original", "hybrid", "tokens-900", "tokens-1000"]
 
 
 @pytest.fixture(scope="module")
-def stages(tmp_path_factory):
-    """A tiny model, its prepared data, and checkpoints that are copies of it."""
+def stages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model, its prepared data, a user's tasks, and checkpoints of other weights."""
     folder = tmp_path_factory.mktemp("evaluate")
     model = save_tiny_model(folder / "model")
-    section = PrepareConfig(
+    prepared = PrepareConfig(
         sequence_length=128,
         train_tokens=128,
         sources=[{"name": "library", "kind": "python_docs"}],
         calibration={"examples": 2, "length": 512},
     )
     (folder / "prepare").mkdir()
-    prepare.run(_config(section, model), {}, folder / "prepare")
-    (folder / "search").mkdir()
-    records = [{"input_ids": [*range(3, 90 + n)], "answer_length": 2} for n in range(2)]
-    (folder / "search" / "calibration.jsonl").write_text("\n".join(map(json.dumps, records)))
+    config = StageConfig(prepared, evaluation(folder).model, seed=5, runtime=Runtime())
+    prepare.run(config, {}, folder / "prepare")
     for tokens in (1000, 900):
         save_tiny_model(folder / "train" / "checkpoints" / f"tokens-{tokens}", seed=tokens)
     TrainingSummary(
@@ -62,140 +61,259 @@ def stages(tmp_path_factory):
     mask = HeadMask(((32, 32), (0, 32)), 1)
     hybrid = materialize(load_model(model, dtype="float32"), mask)
     hybrid.save_pretrained(folder / "materialize" / "model")
-    file = HeadMaskFile(mask, "model", "bosch")
-    file.save(folder / "materialize" / "model" / "head_mask.json")
+    HeadMaskFile(mask, "model", "bosch").save(folder / "materialize" / "model" / "head_mask.json")
+    (folder / "own").mkdir()
+    write_tasks(folder / "own")
+    (folder / "texts").mkdir()
+    for index in range(3):
+        (folder / f"texts/{index}.txt").write_text(f"Line {index} of a long text. " * 400)
+    (folder / "texts/short.txt").write_text("short")
     (folder / "original").mkdir()
-    original.run(_config(SECTION, model), {}, folder / "original")
+    original.run(configured(folder), {}, folder / "original")
     return folder
 
 
-def _config(section, model: Path, **runtime) -> StageConfig:
-    model_config = ModelConfig(path=str(model), dtype="float32")
-    return StageConfig(section, model_config, seed=5, runtime=Runtime(**runtime))
+def configured(folder: Path) -> StageConfig[EvaluateConfig]:
+    return evaluation(
+        folder,
+        tasks=["niah_single_1", "both"],
+        include_path=[str(folder / "own")],
+        ruler={"lengths": [400, 512], "samples": 3, "max_new_tokens": 4},
+        positions={"length": 300, "documents": 2, "path": str(folder / "texts")},
+    )
 
 
-def _inputs(folder: Path) -> dict[str, Path]:
-    names = ("prepare", "search", "materialize", "train", "original")
+def inputs(folder: Path) -> dict[str, Path]:
+    names = ("prepare", "materialize", "train", "original")
     return {name: folder / name for name in names}
 
 
 @pytest.fixture(scope="module")
-def evaluated(stages):
+def evaluated(stages: Path) -> tuple[dict[str, Any], Path]:
     work = stages / "evaluate"
     work.mkdir()
-    summary = evaluate.run(_config(SECTION, stages / "model"), _inputs(stages), work)
-    return summary, work
+    return evaluate.run(configured(stages), inputs(stages), work), work
 
 
-def test_scores_have_the_documented_form(evaluated):
+def test_scores_have_the_documented_form(
+    stages: Path, evaluated: tuple[dict[str, Any], Path]
+) -> None:
     summary, work = evaluated
     scores = json.loads((work / "scores.json").read_text())
-    assert list(scores["checkpoints"]) == ["original", "hybrid", "tokens-900", "tokens-1000"]
-    assert scores["corpus"]["name"].startswith("pydoc topics")
+    assert list(scores["checkpoints"]) == [*scores["positions"]] == NAMES
+    assert scores["corpus"]["name"].startswith("pydoc topics") and scores["prompts"] == "raw"
     for name, suites in scores["checkpoints"].items():
-        table = suites["needle"]
+        table = suites["ruler"]
+        compared = ["against_original"] if name != "original" else []
         assert set(table) == {
-            "average", "low", "high", "standard_error", "niah_single_1", "niah_multikey_2",
-            "by_length", *(["against_original"] if name != "original" else []),
+            "average", "low", "high", "niah_single_1", "by_length", *compared,
         }  # fmt: skip
         assert table["low"] < table["high"]
         assert table["niah_single_1"]["400"]["samples"] == 3
         assert set(table["by_length"]) == {"400", "512"}
-        assert summary[name]["needle"] == table["average"]
+        assert summary[name]["ruler"] == table["average"]
+        assert suites["lm_eval"]["sums"]["0"]["samples"] == 5
+        assert suites["lm_eval"]["groups"]["both"]["tasks"] == ["choice"]
+    first = Scores.read(stages / "original")
+    assert list(first.checkpoints) == ["original"]
+    assert Scores.read(work).checkpoints["original"] == first.checkpoints["original"]
+    lines = [*read_samples(stages / "original"), *read_samples(work)]
+    keys = {(r["checkpoint"], r["suite"], r["task"], r["length"], r["index"]) for r in lines}
+    assert len(keys) == len(lines) == 4 * (2 * 3 + 2 * 5 + 2)
+    # No two models answer alike.
+    outputs = {tuple(r["output"] for r in lines if r["checkpoint"] == n and "output" in r)
+               for n in NAMES}  # fmt: skip
+    assert len(outputs) == 4 and not (work / "answers").exists()
 
 
-def test_the_original_model_is_scored_without_mask_and_data_of_the_recipe(stages, evaluated):
-    scores = Scores.read(stages / "original")
-    assert list(scores.checkpoints) == ["original"]
-    evaluation = Scores.read(evaluated[1])
-    assert evaluation.checkpoints["original"] == scores.checkpoints["original"]
-    assert evaluation.corpus == scores.corpus
+@pytest.mark.parametrize("killed_at", [4, 31])
+def test_a_killed_run_resumes_to_the_same_bytes(
+    killed_at: int, stages: Path, evaluated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a batch of RULER, and among the choices of the second model; no answer is made again."""
+    stored: list[tuple[Path, str]] = []
+    add, killed = AnswerLog.add, tmp_path / "killed"
+
+    def counted(self: AnswerLog, key: str, answer: Any, keep: bool = True) -> None:
+        if keep and len(stored) == killed_at and not killed.exists():
+            raise KeyboardInterrupt
+        add(self, key, answer, keep)
+        stored.extend([(self.folder, key)] * keep)
+
+    monkeypatch.setattr(AnswerLog, "add", counted)
+    config, work = configured(stages), tmp_path / "work"
+    work.mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        evaluate.run(config, inputs(stages), work)
+    killed.touch()
+    evaluate.run(config, inputs(stages), work)
+    # Of each model: six questions, five sums, fifteen choices, two documents.
+    assert len(stored) == len({*stored}) == 3 * (6 + 5 + 15 + 2)
+    for name in ("scores.json", "samples.jsonl"):
+        assert (work / name).read_bytes() == (evaluated[1] / name).read_bytes()
 
 
-def test_every_answer_is_kept_and_no_two_models_answer_alike(stages, evaluated):
-    lines = [*read_samples(stages / "original"), *read_samples(evaluated[1])]
-    assert len(lines) == 4 * 2 * 2 * 3
-    assert len({(r["checkpoint"], r["task"], r["length"], r["index"]) for r in lines}) == len(lines)
-    outputs = {
-        tuple(r["output"] for r in lines if r["checkpoint"] == name)
-        for name in ("original", "hybrid", "tokens-900", "tokens-1000")
-    }
-    assert len(outputs) == 4
-    assert not (evaluated[1] / "answers").exists()
+def score_on_ranks(folder: str, work: str) -> None:
+    """Scores on the ranks of a gloo group; prints how many answers this rank made."""
+    stored: list[str] = []
+    add = AnswerLog.add
+
+    def counted(self: AnswerLog, key: str, answer: Any, keep: bool = True) -> None:
+        add(self, key, answer, keep)
+        stored.extend([key] * keep)
+
+    AnswerLog.add = counted  # type: ignore[method-assign]
+    evaluate.run(configured(Path(folder)), inputs(Path(folder)), Path(work))
+    print(f"answered {len(stored)}\n", flush=True)
 
 
-def test_a_lost_rank_is_reported_wherever_ranks_wait(stages, tmp_path, monkeypatch):
+def test_two_processes_share_the_samples_and_score_as_one(
+    stages: Path, evaluated: Any, tmp_path: Path
+) -> None:
+    """lm-eval takes a model that is passed as an object for one process."""
+    said = on_ranks(2, f"{__name__}:score_on_ranks", str(stages), str(tmp_path))
+    counts = [int(line.split()[1]) for line in said.splitlines() if line.startswith("answered")]
+    assert sum(counts) == 3 * (6 + 5 + 15 + 2) and abs(counts[0] - counts[1]) <= 21
+    ours = [[json.loads(line) for line in (work / "samples.jsonl").open()] for work in
+            (tmp_path, evaluated[1])]  # fmt: skip
+    for one, other in zip(*ours, strict=True):
+        assert one.pop("loss", []) == pytest.approx(other.pop("loss", []))
+        assert one == other
+
+
+def test_a_lost_rank_is_reported(
+    stages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class FirstOfTwo:
         is_main_process, process_index, num_processes = True, 0, 2
         device = torch.device("cpu")
 
-        def wait_for_everyone(self):
-            lose_connection()
-
-    def lose_connection(*_, **__):
-        raise RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1. GLHF!")
+        def wait_for_everyone(self) -> None:
+            raise RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1. GLHF!")
 
     monkeypatch.setattr(models, "process_state", lambda _: FirstOfTwo())
     monkeypatch.setattr("bosch.ranks.dist.is_initialized", lambda: True)
     with pytest.raises(LostRankError, match="another process of this run does not answer"):
-        evaluate.run(_config(SECTION, stages / "model"), _inputs(stages), tmp_path)
+        evaluate.run(configured(stages), inputs(stages), tmp_path)
 
 
-def test_a_killed_run_resumes_to_the_same_bytes(stages, evaluated, tmp_path, monkeypatch):
-    """A second attempt computes only missing answers and ends with the same scores."""
-    generate, batch_sizes = suite.generate, []
-
-    def killed_after_five_batches(*args, **kwargs):
-        for batch in generate(*args, **kwargs):
-            if len(batch_sizes) == 5:
-                raise KeyboardInterrupt
-            batch_sizes.append(len(batch))
-            yield batch
-
-    config = _config(SECTION, stages / "model", eval_batch_size=2)
-    monkeypatch.setattr(suite, "generate", killed_after_five_batches)
-    with pytest.raises(KeyboardInterrupt):
-        evaluate.run(config, _inputs(stages), tmp_path)
-    torn_file = next((tmp_path / "answers").glob("*/*-512-*.rank0.jsonl"))
-    torn_file.write_bytes(torn_file.read_bytes()[:-20])
-    question_counts = []
-
-    def count_questions(*args, **kwargs):
-        question_counts.append(len(args[2]))
-        return generate(*args, **kwargs)
-
-    monkeypatch.setattr(suite, "generate", count_questions)
-    evaluate.run(config, _inputs(stages), tmp_path)
-    # Of the stored answers only the torn one is generated again.
-    assert sum(question_counts) == 3 * 2 * 2 * 3 - sum(batch_sizes) + 1
-    assert (tmp_path / "scores.json").read_text() == (evaluated[1] / "scores.json").read_text()
-    assert list(read_samples(tmp_path)) == list(read_samples(evaluated[1]))
-
-
-def test_finished_work_loads_no_model(stages, evaluated, monkeypatch):
+def test_finished_work_loads_no_model(
+    stages: Path, evaluated: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(models, "load_evaluated", lambda *args: pytest.fail("loaded a model"))
-    assert (
-        evaluate.run(_config(SECTION, stages / "model"), _inputs(stages), evaluated[1])
-        == evaluated[0]
-    )
+    assert evaluate.run(configured(stages), inputs(stages), evaluated[1]) == evaluated[0]
 
 
-def test_samples_are_checked_against_the_calibration_set(stages, tmp_path, monkeypatch):
-    def refuse(needles, sample):
+def test_samples_are_checked_against_the_calibration_set(
+    stages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(needles: Any, *sample: Any) -> None:
         assert needles.pairs and needles.prompts
         raise RunError("shares a needle")
 
     monkeypatch.setattr(CalibrationNeedles, "check", refuse)
     with pytest.raises(RunError, match="shares a needle"):
-        evaluate.run(_config(SECTION, stages / "model"), _inputs(stages), tmp_path)
+        evaluate.run(configured(stages), inputs(stages), tmp_path)
 
 
-def test_a_hybrid_has_the_recipes_backend_and_needs_the_memory_of_one_model(stages) -> None:
-    config = _config(SECTION, stages / "model", attention="eager")
-    model = config.model.model_copy(update={"path": str(stages / "materialize" / "model")})
-    evaluated_model = EvaluatedModel("hybrid", model)
-    with TensorBytes() as held:
-        hybrid = models.load_evaluated(config, evaluated_model, torch.device("cpu"))
-    weights = [weight.nbytes for weight in hybrid.state_dict().values()]
-    assert held.peak - held.before < sum(weights) + 2 * max(weights)
-    hybrid(torch.ones(1, 2, dtype=int), output_attentions=True)  # refused unless eager
+def test_a_hybrid_has_the_recipes_backend(stages: Path) -> None:
+    config = configured(stages)
+    config = StageConfig(config.section, config.model, 1, Runtime(attention="eager"))
+    place = ModelConfig(path=str(stages / "materialize/model"), dtype="float32")
+    model = models.load_evaluated(config, EvaluatedModel("hybrid", place), torch.device("cpu"))
+    model(torch.ones(1, 2, dtype=int), output_attentions=True)  # refused unless eager
+
+
+def test_answers_repeat_in_a_chat_template(stages: Path, tmp_path: Path) -> None:
+    shutil.copytree(stages / "model", tmp_path / "model")
+    (tmp_path / "model/chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    section = {"tasks": ["sums", "niah_single_1"], "include_path": [str(stages / "own")]}
+    section |= {"ruler": {"lengths": [512], "samples": 2, "max_new_tokens": 4}}
+    outputs = []
+    for work in (tmp_path / "first", tmp_path / "again"):
+        scores = score_original(tmp_path, work, apply_chat_template=True, **section)
+        assert scores.prompts == "in the tokenizer's chat template"
+        records = list(read_samples(work))
+        prompts = [record["question"] for record in records]
+        assert all("</user><assistant>" in question for question in prompts)
+        assert prompts[0].endswith("mentioned in the provided text is")  # RULER's
+        assert prompts[-1].endswith("<assistant>")
+        outputs.append([record["output"] for record in records])
+    assert outputs[0] == outputs[1]
+    raw = score_original(tmp_path, tmp_path / "raw", **section)
+    assert raw.prompts == "raw; the tokenizer's chat template is not applied"
+
+
+def test_a_model_that_cannot_be_evaluated_leaves_the_others_their_scores(
+    stages: Path, tmp_path: Path
+) -> None:
+    """Whether its logits are NaN or its weights cannot be loaded."""
+    broken, odd = (save_tiny_model(tmp_path / name) for name in ("broken", "odd"))
+    (broken / "model.safetensors").write_bytes(b"no weights")
+    model = load_model(odd, dtype="float32")
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 0] = float("nan")
+    model.save_pretrained(odd)
+    config, tokenizer = configured(stages), TokenizerSpec(str(stages / "model"))
+
+    def scores(work: str, **places: Path) -> Scores:
+        every = [
+            EvaluatedModel(name.replace("_", "-"), ModelConfig(path=str(path), dtype="float32"))
+            for name, path in places.items()
+        ]
+        (tmp_path / work).mkdir(exist_ok=True)
+        return evaluate_models(config, every, tokenizer, tmp_path / work)
+
+    found = scores("work", hybrid=stages / "model", tokens_1=odd, tokens_2=broken)
+    assert set(found.missing["models"]) == {"tokens-1", "tokens-2"}
+    assert found.missing["models"]["tokens-1"] == "its logits are no numbers (NaN)"
+    assert found.checkpoints["tokens-1"] == found.checkpoints["tokens-2"] == {}
+    assert found.checkpoints["hybrid"]["ruler"].samples == 6 and set(found.positions) == {"hybrid"}
+    with pytest.raises(UserError, match="tokens-2: "):
+        scores("broken", tokens_2=broken)
+    with pytest.raises(RunError, match="tokens-1: its logits are no numbers"):
+        scores("odd", tokens_1=odd)
+    # The weights are valid now, and the earlier attempt left no record of the fault.
+    assert not scores("odd", tokens_1=stages / "model").missing
+
+
+def test_loss_by_position_equals_a_plain_loop(stages: Path, tmp_path: Path) -> None:
+    section = {"length": 1100, "documents": 2, "path": str(stages / "texts")}
+    table = score_original(stages, tmp_path, positions=section).positions["original"]
+    assert table.edges == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1100]
+    assert table.documents == 2 and len(table.loss) == 11
+    model = load_model(stages / "model", dtype="float32")
+    ids = tiny_tokenizer()((stages / "texts/0.txt").read_text())["input_ids"][:1100]
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0, :-1]
+    whole = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none")
+    losses = token_losses(model, np.asarray(ids, np.int32))
+    np.testing.assert_allclose(losses, whole.numpy(), atol=1e-4)
+    record = next(read_samples(tmp_path))
+    sizes = [end - first for first, end in itertools.pairwise(table.edges)]
+    bins = [float(part.mean()) for part in whole.split(sizes)]
+    assert record["loss"] == pytest.approx(bins, abs=1e-4)
+    with pytest.raises(UserError, match="no document has 40,000 tokens"):
+        score_original(stages, tmp_path / "long", positions=section | {"length": 40000})
+
+
+@pytest.mark.parametrize(("requested", "count"), [(9, 3), (2, 2)])
+def test_documents_are_long_enough_and_differ(tmp_path: Path, requested: int, count: int) -> None:
+    """A second copy of a document would narrow the interval without reason."""
+    # A character of the last text takes three tokens.
+    texts = ["a" * 300, "a" * 301, "b" * 299, "c" * 300, "\u4e2d" * 100]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text(text)
+    section = PositionConfig(length=300, documents=requested, path=str(tmp_path))
+    assert len(long_documents(section, byte_tokenizer())) == count
+
+
+def test_documents_of_transformers_are_long_and_do_not_begin_alike() -> None:
+    """Licences and warnings, the same in many files, would count once for each file."""
+    assert len(next(documents(None, 10**9))) > 100_000
+    beginnings = [text[:100] for text in itertools.islice(documents(None, 100), 32)]
+    assert len(set(beginnings)) == 32
+    assert all(text.startswith("class ") for text in beginnings)

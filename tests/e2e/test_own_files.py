@@ -63,8 +63,8 @@ def test_a_recipe_uses_a_stage_source_and_method_added_as_files(
     )
     case.content["prepare"]["calibration"]["length"] = 1024
     case.content["search"] |= {"method": "last_layers"}
-    needle = {"tasks": ["niah_single_1"], "lengths": [512], "samples": 2}
-    case.content["evaluate"] = {"needle": needle}
+    ruler = {"lengths": [512], "samples": 2}
+    case.content["evaluate"] = {"tasks": ["niah_single_1"], "ruler": ruler}
     case.content["words"] = {"folder": str(case.corpus)}
     case.save()
     done = subprocess.run(
@@ -83,7 +83,7 @@ def test_a_recipe_uses_a_stage_source_and_method_added_as_files(
     assert mask["method"] == "last_layers"
     models = json.loads((case.output("evaluate") / "scores.json").read_text())["checkpoints"]
     assert set(models) == {"original", "hybrid"}
-    assert models["hybrid"]["needle"]["niah_single_1"]["512"]["samples"] == 2
+    assert models["hybrid"]["ruler"]["niah_single_1"]["512"]["samples"] == 2
     # The report shows the stage's summary: ten words, its default for `most`.
     page = (case.output("report") / "index.html").read_text()
     assert "last_layers" in page

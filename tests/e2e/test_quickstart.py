@@ -24,6 +24,8 @@ from bosch.objective.objective import Objective
 from data_prep.documents.calibration import needle_prompts
 from data_prep.text import haystack_words
 from pipeline.recipe.load import ROOT, load_recipe
+from stages.evaluate.chat import ChatConfig
+from stages.evaluate.lm import LanguageModel
 from stages.search.examples import answered
 from tests.notebook import NOTEBOOK, run_notebook
 from tests.rank_processes import Forked
@@ -46,9 +48,9 @@ SMALL = [
     "train.batch_tokens=512",
     "train.checkpoint_tokens=[1536,3072]",
     "runtime.save_every_steps=2",
-    "evaluate.needle.tasks=[niah_single_2]",
-    "evaluate.needle.lengths=[256]",
-    "evaluate.needle.samples=2",
+    "evaluate.tasks=[niah_single_2]",
+    "evaluate.ruler.lengths=[256]",
+    "evaluate.ruler.samples=2",
     "evaluate.positions.length=192",
     "evaluate.positions.documents=2",
 ]
@@ -164,7 +166,8 @@ def test_the_searchs_six_heads_retrieve_and_the_rules_do_not() -> None:
     tokenizer = AutoTokenizer.from_pretrained(ROOT / recipe.model.path)
     tasks, words = recipe.prepare.calibration.tasks, haystack_words(None)
     drafts = needle_prompts(tasks, 12, 512, lambda task: 16, "evaluation", 7, tokenizer, words)
-    records = answered(model, tokenizer, [prompt for _, prompt in drafts], 1)
+    lm = LanguageModel(model, tokenizer, ChatConfig(), 1)
+    records = answered(lm, [prompt for _, prompt in drafts])
     assert len(records) >= 10
     questions = CalibrationSet.from_records((r["input_ids"], r["answer_length"]) for r in records)
     prepare_for_search(model)

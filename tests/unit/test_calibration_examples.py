@@ -7,9 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 from bosch.errors import UserError
@@ -25,8 +23,8 @@ from data_prep.tasks.needles import string_match
 from data_prep.tasks.ruler import Corpus, ruler_task
 from data_prep.text import TokenCounter
 from pipeline.recipe.load import load_recipe
-from stages.evaluate.chat import ChatTemplate
-from stages.evaluate.generation import Question, decode, generate, generate_ids
+from stages.evaluate.chat import ChatConfig
+from stages.evaluate.lm import LanguageModel
 from stages.search import examples, run
 from stages.search.examples import answered, calibration_set
 from stages.search.stage import SearchConfig
@@ -52,46 +50,48 @@ def test_calibration_asks_as_the_evaluation_does(task: str) -> None:
         [task], 1, 1024, lambda name: 32, "calibration", 7, tokenizer, words
     )
     texts = []
-    for one in (sample.draft, draft):
+    for one in (sample, draft):
         key = next(key for key, value in one.needles if value == one.answers[0])
         first, *_, last = one.text.split("\n")
         texts.append((first, last.replace(key, "KEY"), one.prefix.replace(key, "KEY")))
     assert texts[0] == texts[1] and texts[0][1].endswith("mentioned in the provided text is")
-    assert counter.ids(draft.text) == prompt.input_ids
-    assert (prompt.prefix, prompt.answers) == (draft.prefix, draft.answers)
-    assert 1024 - 100 < len(prompt.input_ids) + 32 <= 1024
+    assert prompt.prompt + prompt.prefix == draft.text and prompt.answers == draft.answers
+    assert 1024 - 100 < len(counter.ids(draft.text)) + 32 <= 1024
 
 
-def asked(model: Any, tokenizer: Any, chat: ChatTemplate | None, count: int = 12) -> list[Prompt]:
+def language_model(rows: int = 4, **chat: Any) -> LanguageModel:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ 'ASK:' + messages[0]['content'] + ':THEN' }}"
+    return LanguageModel(small_model(), tokenizer, ChatConfig(**chat), rows)
+
+
+def asked(lm: LanguageModel, count: int = 12) -> list[Prompt]:
     """Prompts of random tokens; the model's answer to every third is wrong."""
     prompts = []
     for index in range(count):
-        ids = tokens(1, 30 + 2 * index, seed=index)[0].tolist()
-        question = Question(0, np.array(ids if chat is None else chat.ids(ids), np.int32), [])
-        [[(_, text)]] = generate(model, tokenizer, [question], 3, 1)
-        answer = text[1:] if index % 3 else "no answer"
-        prompts.append(Prompt(f"task {index % 2}", 60, 5, ids, "", [answer]))
+        text = lm.tok_decode(tokens(1, 30 + 2 * index, seed=index)[0].tolist())
+        [(_, _, ids)] = lm.answer_ids({0: (lm.prompt(text, ""), [])}, 3)
+        answer = lm.tok_decode(ids)[1:] if index % 3 else "no answer"
+        prompts.append(Prompt(f"task {index % 2}", 60, 5, text, "", [answer]))
     return prompts
 
 
 @pytest.mark.parametrize("in_chat", [False, True])
 def test_s_of_a_mask_is_the_rate_of_generations_that_reproduce_the_answers(in_chat: bool) -> None:
-    model, tokenizer = small_model(), byte_tokenizer()
-    tokenizer.chat_template = "{{ 'ASK:' + messages[0]['content'] + ':THEN' }}"
-    chat = ChatTemplate(tokenizer) if in_chat else None
-    prompts = asked(model, tokenizer, chat)
-    records = answered(model, tokenizer, prompts, 4, chat)
+    lm = language_model(apply_chat_template=in_chat)
+    prompts = asked(lm)
+    records = answered(lm, prompts)
     right = [prompt for index, prompt in enumerate(prompts) if index % 3]
     assert [record["task"] for record in records] == [prompt.task for prompt in right]
-    questions = []
+    questions = {}
     for record, prompt in zip(records, right, strict=True):
         ids, length = record["input_ids"], record["answer_length"]
-        asked_ids = prompt.input_ids if chat is None else chat.ids(prompt.input_ids)
-        assert ids[:-length] == asked_ids
-        text = decode(tokenizer, torch.tensor(ids[-length:]))
+        context = f"ASK:{prompt.prompt}:THEN" if in_chat else prompt.prompt
+        assert ids[:-length] == lm.tok_encode(context)
+        text = lm.tok_decode(ids[-length:])
         assert string_match(text, prompt.answers) == 1.0
         assert string_match(text[:-1], prompt.answers) == 0.0  # nothing after the answer
-        questions.append(Question(len(questions), np.array(asked_ids, np.int32), prompt.answers))
+        questions[len(questions)] = context, prompt.answers
     calibration = CalibrationSet.from_records(
         (record["input_ids"], record["answer_length"]) for record in records
     )
@@ -100,40 +100,40 @@ def test_s_of_a_mask_is_the_rate_of_generations_that_reproduce_the_answers(in_ch
     masks += [random_mask(window, seed) for seed in range(2)]
     rates = []
     for mask in masks:
-        hybrid = materialize(small_model(), mask)
+        hybrid = LanguageModel(materialize(small_model(), mask), lm.tokenizer, ChatConfig(), 3)
         same = 0
-        for batch in generate_ids(hybrid, tokenizer, questions, 5, 3):
-            for question, answer in batch:
-                example = calibration.examples[question.index]
-                expected = example.input_ids[-example.answer_length :]
-                same += tuple(answer[: len(expected)].tolist()) == expected
+        for number, _, answer in hybrid.answer_ids(questions, 5):
+            example = calibration.examples[number]
+            expected = example.input_ids[-example.answer_length :]
+            same += tuple(answer[: len(expected)]) == expected
         rates.append(same / len(questions))
-    prepare_for_search(model)
-    objective = Objective(model, calibration, window, batch_size=3)
+    prepare_for_search(lm.model)
+    objective = Objective(lm.model, calibration, window, batch_size=3)
     assert [objective.evaluate(mask).score for mask in masks] == rates
     assert rates[0] == 1.0 and len({*rates}) > 2
 
 
-def test_spare_prompts_replace_those_that_are_answered_wrongly() -> None:
-    model, tokenizer = small_model(), byte_tokenizer()
-    prompts = asked(model, tokenizer, None)
+def test_spare_prompts_replace_those_that_are_answered_wrongly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lm = language_model()
+    prompts = asked(lm)
     with_spare = [replace(p, spare=index >= 8) for index, p in enumerate(prompts)]
-    everything = answered(model, tokenizer, prompts, 4)
+    everything = answered(lm, prompts)
     assert len(everything) == 8
-    assert answered(model, tokenizer, with_spare, 4) == everything  # 5 of the first 8, 3 spare
+    assert answered(lm, with_spare) == everything  # 5 of the first 8, 3 spare
     few = [replace(p, spare=index >= 4) for index, p in enumerate(prompts)]
-    assert answered(model, tokenizer, few, 4) == everything[:4]
+    assert answered(lm, few) == everything[:4]
     enough = [replace(p, spare=index % 3 == 0) for index, p in enumerate(prompts)]
     counted: list[int] = []
-    original = examples.generate_ids
+    original = lm.answer_ids
 
-    def counting(model: Any, tokenizer: Any, questions: Any, *options: Any) -> Any:
-        counted.append(len(questions))
-        return original(model, tokenizer, questions, *options)
+    def counting(asked: Any, new_tokens: int) -> Any:
+        counted.append(len(asked))
+        return original(asked, new_tokens)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(examples, "generate_ids", counting)
-        assert answered(model, tokenizer, enough, 4) == everything
+    monkeypatch.setattr(lm, "answer_ids", counting)
+    assert answered(lm, enough) == everything
     assert counted == [8]
 
 
@@ -170,11 +170,12 @@ def test_answers_are_kept_for_a_search_that_resumes(
     assert notes == [
         "the calibration set has 6 of 7 examples: the model answered only these of 7 prompts right"
     ]
-    monkeypatch.setattr(examples, "answered", lambda *_: pytest.fail("asked again"))
-    again = calibration_set(config, prepared, tmp_path, model, Ranks())
+    with monkeypatch.context() as patch:
+        patch.setattr(examples, "answered", lambda *_: pytest.fail("asked again"))
+        again = calibration_set(config, prepared, tmp_path, model, Ranks())
     assert again == (found, notes) and len(found) == 6
     with path.open("a") as file:
-        file.write(json.dumps({**first, "input_ids": [61]}) + "\n")
+        file.write(json.dumps({**first, "prompt": "^"}) + "\n")
     (tmp_path / "calibration.jsonl").unlink()
     with pytest.raises(UserError, match="holds the token id 61, the model's vocabulary ends at 60"):
         calibration_set(config, prepared, tmp_path, model, Ranks())
@@ -183,11 +184,13 @@ def test_answers_are_kept_for_a_search_that_resumes(
 def test_the_evaluations_prompts_are_the_default(case: Case) -> None:
     def sections(*overrides: str) -> tuple[Any, Any]:
         recipe: Any = load_recipe(case.file, overrides, env={}).recipe
-        return recipe.search.chat_template, recipe.prepare.calibration.max_new_tokens
+        chat = recipe.search.chat
+        assert chat.system_instruction == (recipe.evaluate and recipe.evaluate.system_instruction)
+        return chat.apply_chat_template, recipe.prepare.calibration.max_new_tokens
 
     assert sections("evaluate=null") == (False, None)
-    shorter = "evaluate.needle={lengths: [512], max_new_tokens: 9}"
+    shorter = "evaluate.ruler={lengths: [512], max_new_tokens: 9}"
     (case.model / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
-    assert sections("evaluate.chat_template=true", shorter) == (True, 9)
-    own = ("search.chat_template=false", "prepare.calibration.max_new_tokens=7")
-    assert sections("evaluate.chat_template=true", shorter, *own) == (False, 7)
+    assert sections("evaluate.apply_chat_template=true", shorter) == (True, 9)
+    own = ("search.chat.apply_chat_template=false", "prepare.calibration.max_new_tokens=7")
+    assert sections("evaluate.apply_chat_template=true", shorter, *own) == (False, 7)

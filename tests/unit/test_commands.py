@@ -370,7 +370,7 @@ def test_new_writes_a_recipe_that_loads_next_to_the_model(
     source = recipe[PrepareConfig].sources[0]
     assert (source.kind, source.path) == ("jsonl", str(here.folder / "mine"))
     assert recipe[PrepareConfig].sequence_length == 1024, "what the model's positions hold"
-    assert (recipe.search.window_size, recipe.evaluate.needle.lengths) == (64, [512, 1024])
+    assert (recipe.search.window_size, recipe.evaluate.ruler.lengths) == (64, [512, 1024])
     assert loaded.output_root == here.folder / "runs"
 
 
@@ -398,7 +398,7 @@ def test_new_writes_paths_from_the_recipe_and_at_most_4096_tokens(
         (source,) = content["prepare"]["sources"]
         assert (source["kind"], source["path"]) == ("huggingface", "org/name")
         lengths = {512: [512]}.get(positions or 0, ["2k", "4k"])
-        assert content["evaluate"]["needle"]["lengths"] == lengths
+        assert content["evaluate"]["ruler"]["lengths"] == lengths
         assert content["prepare"]["sequence_length"] == lengths[-1]
 
 

@@ -5,15 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
-
-from data_prep.tasks.samples import TAIL_CHARACTERS
 from pipeline.commands.plan import plan_costs, plan_devices
 from pipeline.recipe.load import load_recipe
-from stages.evaluate.generation import Question
 from stages.evaluate.stage import EvaluateConfig
-from stages.evaluate.suite import answer_record
-from stages.evaluate.suites.needle import NeedleEvaluation
 from tests.golden_plans import GOLDEN, plans
 from tests.pipeline_case import Case
 
@@ -24,20 +18,20 @@ def test_plans_equal_the_golden_ones() -> None:
 
 
 def test_an_answer_takes_no_more_disk_than_planned(tmp_path: Path) -> None:
-    """In samples.jsonl and, with fewer names, among the shared answers."""
+    """In samples.jsonl and among the answers of its model."""
     case = Case(tmp_path)
 
     def disk(samples: int) -> float:
         overrides = [
-            f"evaluate.needle.samples={samples}", "evaluate.needle.tasks=[niah_single_2]",
+            f"evaluate.ruler.samples={samples}", "evaluate.tasks=[niah_single_2]",
             "train=null",
         ]  # fmt: skip
         loaded = load_recipe(case.file, overrides)
-        needle = loaded.recipe[EvaluateConfig].suites["needle"]
-        assert isinstance(needle, NeedleEvaluation)
-        return plan_costs(loaded, plan_devices(loaded))["evaluate"].disk / len(needle.lengths)
+        lengths = loaded.recipe[EvaluateConfig].ruler.lengths
+        return plan_costs(loaded, plan_devices(loaded))["evaluate"].disk / len(lengths)
 
-    question = Question(99, np.zeros(1, np.int32), ["1234567"], "x" * TAIL_CHARACTERS)
-    head = {"checkpoint": "original", "suite": "needle", "task": "niah_single_2", "length": 32768}
-    line = json.dumps({**head, **answer_record(question, 1.0, ["1234567"], " 1234567")})
+    head = {"checkpoint": "original", "suite": "ruler", "task": "niah_single_2", "length": 32768}
+    answer = {"score": 1.0, "scores": {"score,none": 1.0}, "answers": ["1234567"]}
+    texts = {"question": "x" * 300, "output": " 1234567", "prompt": "0" * 16}
+    line = json.dumps({**head, "index": 99, **answer, **texts})
     assert disk(2) - disk(1) >= 2 * (len(line) + 1)

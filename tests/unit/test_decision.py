@@ -28,14 +28,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 def with_answers(results: Results, right: Mapping[Any, int], count: int) -> Results:
     """Models that answer the first `right` of `count` samples of a task."""
     samples = {
-        name: {("needle", "vt", 512): [1.0] * n + [0.0] * (count - n)} for name, n in right.items()
+        name: {("ruler", "vt", 512): [1.0] * n + [0.0] * (count - n)} for name, n in right.items()
     }
     return with_samples(results, samples)
 
 
 def with_samples(results: Results, samples: Mapping[Any, Any]) -> Results:
     """Scores of models' samples, by names or by pairs of branch and name."""
-    table = {"needle": results.main.scores.checkpoints[ORIGINAL]["needle"]}
+    table = {"ruler": results.main.scores.checkpoints[ORIGINAL]["ruler"]}
     by_branch: dict[str, dict[str, Any]] = {}
     for key, cells in samples.items():
         branch, name = key if isinstance(key, tuple) else ("", key)
@@ -126,7 +126,7 @@ def test_the_loss_at_the_last_positions_decides_between_equals(results: Results)
 def test_models_without_all_samples_and_an_original_without_answers(results: Results) -> None:
     """A last checkpoint that failed a suite does not remove the others."""
     made = with_answers(results, {ORIGINAL: 100, HYBRID: 50, FIRST: 99, LAST: 100}, 100)
-    harness = {("harness", "mmlu", 0): [1.0] * 100}
+    harness = {("lm_eval", "mmlu", 0): [1.0] * 100}
     own = {
         name: {place: [*scores.values()] for place, scores in cells.items()}
         for name, cells in made.main.samples.items()
@@ -141,7 +141,7 @@ def test_models_without_all_samples_and_an_original_without_answers(results: Res
 
 
 def test_tasks_that_a_model_answered_in_part_are_not_compared(results: Results) -> None:
-    one, other = ("needle", "vt", 512), ("needle", "vt", 1024)
+    one, other = ("ruler", "vt", 512), ("ruler", "vt", 1024)
     samples = {ORIGINAL: {one: [1.0] * 9, other: [1.0] * 9}, LAST: {one: [0.0] * 9, other: [1.0]}}
     outcome = overall(with_samples(results, samples), Model(LAST))
     assert outcome is not None
@@ -149,17 +149,17 @@ def test_tasks_that_a_model_answered_in_part_are_not_compared(results: Results) 
 
 
 def test_a_task_without_a_score_counts_for_nothing() -> None:
-    place = {"suite": "needle", "length": 512}
+    place = {"suite": "ruler", "length": 512}
     records = [
         {"checkpoint": HYBRID, **place, "task": task, "index": index, "score": index / 2}
         for task in ("vt", "odd")
         for index in range(3)
     ]
-    table = {"needle": SimpleNamespace(tasks={"vt": {512: None}})}
+    table = {"ruler": SimpleNamespace(tasks={"vt": {512: None}})}
     scores: Any = SimpleNamespace(checkpoints={HYBRID: table})
     found = sample_scores(records, scores)[HYBRID]
     assert {place: [*cells.values()] for place, cells in found.items()} == {
-        ("needle", "vt", 512): [0.0, 0.5, 1.0]
+        ("ruler", "vt", 512): [0.0, 0.5, 1.0]
     }
 
 
@@ -183,9 +183,9 @@ def test_the_recipe_is_compared_with_branches_before_and_after_training(results:
 def test_other_samples_are_not_compared() -> None:
     """A branch with another seed is compared with its own original alone."""
     scores: Any = SimpleNamespace(
-        checkpoints={HYBRID: {"needle": SimpleNamespace(tasks={"vt": {512: None}})}}
+        checkpoints={HYBRID: {"ruler": SimpleNamespace(tasks={"vt": {512: None}})}}
     )
-    record = {"checkpoint": HYBRID, "suite": "needle", "task": "vt", "length": 512, "index": 0}
+    record = {"checkpoint": HYBRID, "suite": "ruler", "task": "vt", "length": 512, "index": 0}
     one, other = (
         sample_scores([{**record, "score": 1.0, "question": text}], scores)[HYBRID]
         for text in ("Where?", "Who?")

@@ -125,7 +125,7 @@ def test_the_recipe_of_the_first_hour_is_what_the_command_writes(
         f"model.path={ROOT}/recipes/quickstart/base_model",
         "prepare.sequence_length=2k",
         "prepare.calibration.length=2k",
-        "evaluate.needle.lengths=[1k,2k]",
+        "evaluate.ruler.lengths=[1k,2k]",
     ]
     for overrides in ((), new.SMOKE):
         load_recipe(recipe, [*small, *overrides])

@@ -9,7 +9,6 @@ import contextlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,7 @@ from pipeline.recipe.load import load_recipe
 from pipeline.run.graph import resolve
 from pipeline.run.hashing import FileHasher
 from pipeline.run.runner import Runner, RunOptions
-from stages.evaluate.suites.harness import HarnessEvaluation
-from stages.evaluate.suites.needle import NeedleEvaluation
+from stages.evaluate.stage import EvaluateConfig, RulerConfig
 from stages.inputs import hashed_files, section_identity
 from stages.prepare.stage import SourceConfig
 from stages.stage import World
@@ -324,14 +322,15 @@ def test_only_files_that_are_read_are_in_the_key(tmp_path, kind):
 @pytest.mark.parametrize(
     ("section", "read", "ignored"),
     [
-        (HarnessEvaluation, "mmlu_anatomy/test.jsonl", "mmlu_anatomy/test.json"),
-        (partial(NeedleEvaluation, tasks=["qa_1"]), "squad.json", "wiki.json"),
-        (partial(NeedleEvaluation, tasks=["cwe"]), "english_words.json", "squad.json"),
+        (lambda folder: RulerConfig(data_dir=folder), "squad.json", "wiki.json"),
+        (lambda folder: EvaluateConfig(include_path=[folder]), "a/task.yaml", "a/utils.pyc"),
+        (lambda folder: EvaluateConfig(include_path=[folder]), "a/utils.py", "b.pyc"),
     ],
 )
 def test_the_files_of_an_evaluation_are_in_its_key_by_content(tmp_path, section, read, ignored):
     data = tmp_path / "data"
-    evaluation = section(data_dir=str(data))
+    data.mkdir()
+    evaluation = section(str(data))
     paths = [data / name for name in (read, ignored)]
     keys = []
     for contents in ((), ("one",), ("two",), ("two", "other")):

@@ -4,7 +4,6 @@ import hashlib
 import json
 from random import Random
 
-import numpy as np
 import pytest
 
 from bosch.errors import RunError, UserError
@@ -20,7 +19,6 @@ from data_prep.tasks.needles import (
     pair_owner,
     string_match,
 )
-from data_prep.tasks.samples import StoredSample
 from data_prep.tasks.tables import NEEDLES
 from data_prep.tasks.words import KEYS
 from data_prep.text import essay_identity, haystack_words
@@ -85,21 +83,16 @@ def test_a_sample_with_a_needle_or_prompt_of_the_calibration_set_is_refused(
         tokenizer=tokenizer, essay_words=words,
     )  # fmt: skip
     calibration = CalibrationNeedles.load(tmp_path)
-
-    def check(needles, prompt):
-        digest = hashlib.sha256(prompt.encode()).hexdigest()
-        calibration.check(StoredSample("vt", 3, np.zeros(1), [], "", "", needles, digest))
-
     drafts = needle_prompts(
         tasks, 2, length, lambda task: 16, "calibration", seed, tokenizer, words
     )
     for own, _ in drafts:
         [(key, value)] = own.needles
-        check([("a", value), (key, "b")], own.prompt + " ")
+        calibration.check("vt 3", own.prompt + " ", [["a", value], [key, "b"]])
         with pytest.raises(RunError, match="vt 3 shares the needle"):
-            check([("a", "b"), (key, value)], "other")
+            calibration.check("vt 3", "other", [["a", "b"], [key, value]])
         with pytest.raises(RunError, match="vt 3 shares its whole"):
-            check([("a", "b")], own.prompt)
+            calibration.check("vt 3", own.prompt, [["a", "b"]])
 
 
 def test_keys_of_a_sample_are_distinct(tokenizer, words):

@@ -54,8 +54,8 @@ def test_paper_recipes_have_the_papers_parameters(name: str, shards: list[str]) 
     assert train.batch_tokens == 64 * 32768
     assert (train.learning_rate, train.warmup_ratio) == (1e-5, 0.1)
     assert train.checkpoint_tokens == [700_000_000, 1_300_000_000, 2 * 10**9, 2_500_000_000]
-    assert evaluate.needle.lengths == [4096, 8192, 16384, 32768]
-    assert (len(evaluate.needle.tasks), evaluate.needle.samples) == (6, 500)
+    assert evaluate.ruler.lengths == [4096, 8192, 16384, 32768]
+    assert (len(evaluate.tasks), evaluate.ruler.samples) == (6, 500)
     assert sum(source.weight for source in recipe.prepare.sources) == pytest.approx(1)
     for gpus in (1, 4, 8, 16):  # a batch divides evenly over them
         assert 64 % (recipe.runtime.micro_batch_size * gpus) == 0
@@ -120,7 +120,7 @@ def test_the_readme_has_the_ablation_of_lengths(
     for model in MODELS:
         recipe = runs[f"{model}_longer"].recipe
         assert recipe.train is None
-        assert recipe.evaluate.needle.yarn == {65536: 2, 131072: 4}
+        assert recipe.evaluate.ruler.yarn == {65536: 2, 131072: 4}
 
 
 def test_every_training_fits_sixteen_gpus(runs: dict[str, LoadedRecipe]) -> None:

@@ -93,7 +93,7 @@ def test_layers_are_recomputed_and_the_output_head_is_not(case: Case) -> None:
 @pytest.mark.parametrize(
     ("suites", "samples", "note"),
     [
-        ("needle: {lengths: [512, 256], samples: 2, tasks: [vt, fwe]}", 8, "8 samples"),
+        ("tasks: [vt, fwe], ruler: {lengths: [512, 256], samples: 2}", 8, "8 samples"),
     ],
 )  # fmt: skip
 def test_samples_count_with_the_recipes_settings(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import glob
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lm_eval.tasks
 import pytest
 
 from bosch.errors import UserError
@@ -15,7 +15,6 @@ from pipeline.cli import main
 from pipeline.recipe.load import apply_overrides, load_recipe, parse_override
 from pipeline.recipe.processes import find_world, without_other_processes
 from pipeline.recipe.yaml_file import parse_yaml
-from stages.evaluate.suites.harness import tasks as harness_tasks
 from stages.fields import (
     Section,
     ordered,
@@ -33,7 +32,7 @@ from tests.pipeline_case import ROOT, Case, truncate
 def test_a_valid_recipe_has_typed_values_and_absolute_paths(case: Case) -> None:
     """Among its values are the largest seed and the largest lengths."""
     changes = ["search.swa_ratio=0.75", "train.learning_rate=1e-5", "seed=2147483647"]
-    loaded = load_recipe(case.file, [*changes, "evaluate.needle.lengths=[1024]"], env={})
+    loaded = load_recipe(case.file, [*changes, "evaluate.ruler.lengths=[1024]"], env={})
     assert (loaded.recipe.name, loaded.recipe.seed) == ("tiny", 2**31 - 1)
     assert loaded.recipe.search.swa_ratio == 0.75
     assert loaded.recipe.train.learning_rate == 1e-5
@@ -109,7 +108,7 @@ def test_text_fields_are_refused_or_cleaned(
 def test_an_invalid_section_causes_no_faults_by_its_defaults(case: Case) -> None:
     """The default lengths of needle tasks are longer than this model's positions."""
     assert "\n" not in case.fault("evaluate=[]")
-    assert "\n" not in case.fault("evaluate.needle=[]")
+    assert "\n" not in case.fault("evaluate.ruler=[]")
     assert "\n" not in case.fault("prepare.calibration=[]")
 
 
@@ -121,7 +120,7 @@ def test_all_faults_of_fields_are_reported_at_once(case: Case) -> None:
         "search.swa_ratoi=0.5",
         "search.solver=x",
         "train.learning_rate=fast",
-        "evaluate.needle.samples=0",
+        "evaluate.ruler.samples=0",
         "runtime.log_level=loud",
         "seed=-1",
         "name=store",
@@ -136,7 +135,7 @@ def test_all_faults_of_fields_are_reported_at_once(case: Case) -> None:
             "search.swa_ratoi: unknown key; did you mean swa_ratio?",
             "search.solver: expected ",
             "train.learning_rate: 'fast' is not a number",
-            "evaluate.needle.samples: expected a value greater than 0, found 0",
+            "evaluate.ruler.samples: expected a value greater than 0, found 0",
             "runtime.log_level: expected debug, info, warning, found 'loud'",
             "seed: expected a value at least 0, found -1",
             "name: 'store' is reserved for the store",
@@ -156,7 +155,7 @@ def test_all_faults_between_valid_fields_are_reported_at_once(case: Case) -> Non
         "search.window_size=256",
         "train.batch_tokens=500",
         "train.checkpoint_tokens=[9000]",
-        "evaluate.needle.max_new_tokens=600",
+        "evaluate.ruler.max_new_tokens=600",
     )
     _check_lines(
         message,
@@ -167,8 +166,8 @@ def test_all_faults_between_valid_fields_are_reported_at_once(case: Case) -> Non
             "search.window_size: 256 is not shorter than prepare.sequence_length = 128",
             "train.batch_tokens: 500 is no multiple of prepare.sequence_length = 128",
             "train.checkpoint_tokens: ends at 9,000",
-            "evaluate.needle.max_new_tokens: 600 leaves no room",
-            "evaluate.needle.lengths: 512 is more than the model's 400 positions",
+            "evaluate.ruler.max_new_tokens: 600 leaves no room",
+            "evaluate.ruler.lengths: 512 is more than the model's 400 positions",
             "model.path: config.json has num_hidden_layers = None",
             f"model.path: {case.model} has no tokenizer files",
             f"model.path: {case.model / 'model.safetensors'} is damaged",
@@ -331,23 +330,36 @@ def test_stages_do_not_get_variables_of_other_launchers(name: str) -> None:
     assert without_other_processes({**kept, name: "2"}) == kept
 
 
-def test_validate_refuses_unknown_tasks_of_the_harness(
-    case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_validate_refuses_unknown_tasks(
+    case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    below = Path(lm_eval.tasks.__file__).parent
-    folders = [
-        str(below / name) for name in ("gsm8k", "arc", "gpqa", "longbench")
-    ]  # the whole takes seconds
-    manager = lm_eval.tasks.TaskManager(include_path=folders, include_defaults=False)
-    monkeypatch.setattr(harness_tasks, "whole_index", lambda: manager)
     # gpqa is only in files without a suffix, as a tag that others include.
-    known = "evaluate.harness={tasks: [gsm8k, longbench, arc_easy, gpqa]}"
-    assert main(["validate", str(case.file), known]) == 0
-    # boolq is a task of the folder super_glue.
-    assert main(["validate", str(case.file), "evaluate.harness={tasks: [boolq, gsm9k]}"]) == 2
+    known = "evaluate.tasks=[gsm8k, longbench, arc_easy, gpqa, ruler]"
+    assert main(["validate", str(case.file), known, "evaluate.ruler.data_dir=."]) == 2
     said = capsys.readouterr().err
-    assert "lm-eval knows no task gsm9k; did you mean gsm8k? `lm-eval ls" in said
-    assert "boolq" not in said
+    assert "squad.json" in said and "there is no task" not in said
+    # boolq is a task of the folder super_glue.
+    (tmp_path / "own.yaml").write_text("task: my_own\ndataset_path: json\n")
+    own = f"evaluate.include_path=[{tmp_path}]"
+    tasks = "evaluate.tasks=[boolq, gsm9k, my_own, my_other]"
+    assert main(["validate", str(case.file), own, tasks]) == 2
+    said = capsys.readouterr().err
+    assert "evaluate.tasks: there is no task gsm9k; did you mean gsm8k" in said
+    assert "no task my_other" in said and "boolq" not in said and "my_own;" not in said
+
+
+def test_validate_refuses_a_template_with_a_token_without_an_embedding(
+    case: Case, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = ["validate", str(case.file), "evaluate.apply_chat_template=true"]
+    (case.model / "chat_template.jinja").write_text("<user>{{ messages[0].content }}")
+    size = json.loads((case.model / "config.json").read_text())["vocab_size"]
+    tokenizer = json.loads((case.model / "tokenizer.json").read_text())
+    for token, status in ((size - 1, 0), (size, 2)):
+        tokenizer["added_tokens"] = [{"id": token, "content": "<user>"}]
+        (case.model / "tokenizer.json").write_text(json.dumps(tokenizer))
+        assert main(chat) == status
+    assert f"makes token {size} (<user>)" in capsys.readouterr().err
 
 
 def test_validate_reads_the_first_document_of_each_source(

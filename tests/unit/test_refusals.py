@@ -43,9 +43,9 @@ FIELDS = [
     ("prepare.sources.0.filters={1: 2}", "prepare.sources.0.filters.1", "unknown key"),
     ("search.solver=nomda", "search.solver", "did you mean nomad?"),
     ("train.checkpointing=full", "train.checkpointing", "runtime.checkpointing or checkpoint_tok"),
-    ("evaluate.lengths=[512]", "evaluate.lengths", "evaluate.needle.lengths"),
-    ("evaluate.needle.yarn={2k: 0.5}", "evaluate.needle.yarn.2k", "greater"),
-    ("evaluate.needle.yarn={x: 2}", "evaluate.needle.yarn.x", "not a count"),
+    ("evaluate.lengths=[512]", "evaluate.lengths", "evaluate.ruler.lengths"),
+    ("evaluate.ruler.yarn={2k: 0.5}", "evaluate.ruler.yarn.2k", "greater"),
+    ("evaluate.ruler.yarn={x: 2}", "evaluate.ruler.yarn.x", "not a count"),
     ("search.swa_ratio=1.5", "search.swa_ratio", "at most 1"),
     ("name=Store", "name", "reserved"),
     ("name=a/b", "name", "cannot name a folder"),
@@ -60,7 +60,7 @@ FIELDS = [
     ("runtime.output_root=", "runtime.output_root", "nothing"),
     ("runtime.output_root=''", "runtime.output_root", "at least 1 character"),
     ("prepare.sources.0.name=" + "n" * 300, "prepare.sources.0.name", "at most 200 char"),
-    ("evaluate.needle.lengths=[512,512]", "evaluate.needle.lengths", "512 twice"),
+    ("evaluate.ruler.lengths=[512,512]", "evaluate.ruler.lengths", "512 twice"),
     ("prepare=3", "prepare", "keys below it"),
     ("search=null", "search", "missing"),
     ("prepare.sources=[]", "prepare.sources", "at least 1 item"),
@@ -71,8 +71,8 @@ FIELDS = [
     ("search.budget.bytes=1kB", "search.budget.bytes", "a size and its context"),
     (f"search.sinks={10**15}", "search", "2^31"),
     ("evaluate.presets=[shorts]", "evaluate.presets.0", "short, long"),
-    ("evaluate.needle=null", "evaluate", "nothing to evaluate"),
-    ("evaluate.harness={}", "evaluate.harness.tasks", "names no task"),
+    ("evaluate.tasks=[]", "evaluate.tasks", "nothing to evaluate"),
+    ("evaluate.enable_thinking=true", "evaluate.enable_thinking", "needs think_end_token"),
     ("materialize.max_shard_size=5GiB", "materialize.max_shard_size", "[KMGT]B"),
     ("prepare.sources.0.filters.matches={lang: '(a'}", "prepare.sources.0.filters.matches.lang",
      "regular expression"),
@@ -80,12 +80,12 @@ FIELDS = [
     # Files
     ("model.path=recipes/nothing", "model.path", "no directory"),
     ("model.path=nobody/nothing", "model.path", "neither a directory nor"),
-    ("evaluate.needle.essay_dir=no/where", "evaluate.needle.essay_dir", "no folder"),
-    ("evaluate.harness={tasks: [a], data_dir: no}", "evaluate.harness.data_dir", "no folder"),
+    ("evaluate.ruler.essay_dir=no/where", "evaluate.ruler.essay_dir", "no folder"),
+    ("evaluate.include_path=[no/where]", "evaluate.include_path", "no folder"),
     ("prepare.sources.0.path=no/where", "prepare.sources.0.path", "names no file"),
     ("prepare.sources.0.path=null", "prepare.sources.0", "needs a path"),
-    ("evaluate.needle.tasks=[qa_2]", "evaluate.needle.data_dir", "hotpotqa.json"),
-    ("evaluate.chat_template=true", "evaluate.chat_template", "no chat template"),
+    ("evaluate.tasks=[qa_2]", "evaluate.ruler.data_dir", "hotpotqa.json"),
+    ("evaluate.apply_chat_template=true", "evaluate.apply_chat_template", "no chat template"),
 ]  # fmt: skip
 
 # The same with the nearest change that is accepted, and further changes of both.
@@ -154,17 +154,17 @@ NEIGHBOURS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("train.mixed_precision='no'", "runtime.attention", "float32", "train.mixed_precision=bf16",
      (FLASH,)),
     # For the task with the longest answers.
-    ("evaluate.needle={tasks: [vt, fwe], lengths: [50]}", "evaluate.needle.max_new_tokens", "50",
-     "evaluate.needle={tasks: [vt, fwe], lengths: [51]}", ()),
-    ("evaluate.needle.lengths=[1025]", "evaluate.needle.lengths", "like {1025: 2}",
-     "evaluate.needle.lengths=[1024]", ()),
-    ("evaluate.needle={lengths: [2049], yarn: {2049: 2}}", "evaluate.needle.yarn",
-     "like {2049: 3}", "evaluate.needle={lengths: [2048], yarn: {2048: 2}}", ()),
-    ("evaluate.needle={lengths: [1100], yarn: {1100: 2}, yarn_original_length: 512}",
-     "evaluate.needle.yarn", "2 times the 512",
-     "evaluate.needle={lengths: [1024], yarn: {1024: 2}, yarn_original_length: 512}", ()),
-    ("evaluate.needle.yarn={600: 2}", "evaluate.needle.yarn", "not among",
-     "evaluate.needle.yarn={512: 2}", ()),
+    ("evaluate={tasks: [vt, fwe], ruler: {lengths: [50]}}", "evaluate.ruler.max_new_tokens", "50",
+     "evaluate={tasks: [vt, fwe], ruler: {lengths: [51]}}", ()),
+    ("evaluate.ruler.lengths=[1025]", "evaluate.ruler.lengths", "like {1025: 2}",
+     "evaluate.ruler.lengths=[1024]", ()),
+    ("evaluate.ruler={lengths: [2049], yarn: {2049: 2}}", "evaluate.ruler.yarn",
+     "like {2049: 3}", "evaluate.ruler={lengths: [2048], yarn: {2048: 2}}", ()),
+    ("evaluate.ruler={lengths: [1100], yarn: {1100: 2}, yarn_original_length: 512}",
+     "evaluate.ruler.yarn", "2 times the 512",
+     "evaluate.ruler={lengths: [1024], yarn: {1024: 2}, yarn_original_length: 512}", ()),
+    ("evaluate.ruler.yarn={600: 2}", "evaluate.ruler.yarn", "not among",
+     "evaluate.ruler.yarn={512: 2}", ()),
     ("evaluate.positions.length=1025", "evaluate.positions.length", "1,025",
      "evaluate.positions.length=1024", ()),
     ("measure.lengths=[1025]", "measure.lengths", "1,025", "measure.lengths=[1024]", ()),
@@ -222,13 +222,13 @@ MODELS = [
     ({"model_type": "gpt_oss"}, (FLASH,), "runtime.attention", "extra logit"),
     ({"head_dim": 264}, (FLASH,), "runtime.attention", "256 dimensions"),
     ({"attention_dropout": 0.1}, ("runtime.attention=flex",), "runtime.attention", "dropout"),
-    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, ("evaluate.needle.yarn={512: 2}",),
-     "evaluate.needle.yarn", "stretched"),
-    ({"rope_scaling": {"type": "llama3", "factor": 8}}, ("evaluate.needle.yarn={512: 2}",),
-     "evaluate.needle.yarn", "scales RoPE already"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, ("evaluate.ruler.yarn={512: 2}",),
+     "evaluate.ruler.yarn", "stretched"),
+    ({"rope_scaling": {"type": "llama3", "factor": 8}}, ("evaluate.ruler.yarn={512: 2}",),
+     "evaluate.ruler.yarn", "scales RoPE already"),
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}},
-     ("evaluate.needle.yarn={512: 2}",), "evaluate.needle.yarn", "several kinds"),
-    ({"model_type": "phimoe"}, ("evaluate.needle.yarn={512: 2}",), "evaluate.needle.yarn",
+     ("evaluate.ruler.yarn={512: 2}",), "evaluate.ruler.yarn", "several kinds"),
+    ({"model_type": "phimoe"}, ("evaluate.ruler.yarn={512: 2}",), "evaluate.ruler.yarn",
      "have no YaRN"),
 ]  # fmt: skip
 
@@ -327,16 +327,16 @@ def test_a_model_refuses_what_would_change_its_attention(
 
 def test_a_length_without_room_for_a_chat_template_is_refused(case: Case) -> None:
     (case.model / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    chat = "evaluate.chat_template=true"
+    chat = "evaluate.apply_chat_template=true"
     for accepted, refused in (
-        ("evaluate.needle.lengths=[1022]", "evaluate.needle.lengths=[1024]"),
+        ("evaluate.ruler.lengths=[1022]", "evaluate.ruler.lengths=[1024]"),
         (
-            "evaluate.needle={lengths: [1024], yarn: {1024: 2}}",
-            "evaluate.needle={lengths: [2048], yarn: {2048: 2}}",
+            "evaluate.ruler={lengths: [1024], yarn: {1024: 2}}",
+            "evaluate.ruler={lengths: [2048], yarn: {2048: 2}}",
         ),
     ):
         load_recipe(case.file, [chat, accepted], env={})
-        assert case.fault(chat, refused).startswith("evaluate.needle.lengths: ")
+        assert case.fault(chat, refused).startswith("evaluate.ruler.lengths: ")
     (case.model / "chat_template.jinja").unlink()
 
 

@@ -6,10 +6,9 @@ import csv
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,10 +16,9 @@ import pytest
 
 from bosch.errors import RunError
 from bosch.search.trace import TracePoint
-from stages.evaluate.answers import TaskGroup
 from stages.evaluate.scores import write_samples
 from stages.evaluate.stage import EvaluateConfig
-from stages.evaluate.tables import suite_table
+from stages.evaluate.tables import TaskGroup, suite_table
 from stages.pages.charts import Picture
 from stages.report import charts
 from stages.report import run as report
@@ -206,7 +204,7 @@ def test_every_score_of_every_suite_is_on_the_page_and_links_to_samples(
 
 
 def test_the_worst_samples_of_each_score_are_shown(inputs: dict[str, Path]) -> None:
-    place = {"checkpoint": "hybrid", "suite": "needle", "task": "vt", "length": 1024}
+    place = {"checkpoint": "hybrid", "suite": "ruler", "task": "vt", "length": 1024}
     text = {"question": "r" * 300, "answers": ["a", 7], "output": "x" * 400 + "y"}
     records = [
         {**place, **text, "index": index, "score": score}
@@ -281,7 +279,7 @@ def test_a_missing_score_is_reported_with_its_reason(
     scores = json.loads(file.read_text())
     scores["checkpoints"][failed] = {}
     del scores["positions"][failed]
-    scores["missing"] = {"models": {failed: reason}, "harness": {"gsm8k": "it has no data"}}
+    scores["missing"] = {"models": {failed: reason}, "lm_eval": {"gsm8k": "it has no data"}}
     report_fixture.write_json(file, scores)
     summary = report.run(report_fixture.config(inputs), inputs, tmp_path / "report")
     page = outline((tmp_path / "report" / "index.html").read_text(encoding="utf-8")).text
@@ -297,25 +295,21 @@ def test_tasks_that_only_one_model_has_are_in_the_table(tmp_path: Path) -> None:
     inputs = report_fixture.publish(tmp_path, without=("train",))
     file = inputs["evaluate"] / "scores.json"
     scores = json.loads(file.read_text())
-    rule: Any = SimpleNamespace(metric="acc", filter_list=None, weight_by_size=False)
-    group = {"both": TaskGroup(("one", "two"), (rule,))}
+    group = {"both": TaskGroup(("one", "two"), ("acc,none",), by_size=False, is_named=False)}
     one = {("one", 0): [1.0, 0.0]}
     both = one | {("two", 0): [1.0]}
-
-    def metrics(scores: Mapping[Any, Any]) -> Any:
-        return {key: {"acc,none": values} for key, values in scores.items()}
-
-    scores["checkpoints"]["original"]["harness"] = suite_table(one, None, group, metrics(one))
-    scores["checkpoints"]["hybrid"]["harness"] = suite_table(both, None, group, metrics(both))
+    cells = report_fixture.cells
+    scores["checkpoints"]["original"]["lm_eval"] = suite_table(cells(one), None, group)
+    scores["checkpoints"]["hybrid"]["lm_eval"] = suite_table(cells(both), None, group)
     # Every suite has columns and rows, whatever its name, with or without lengths.
     mixed = one | {("four", 512): [1.0, 1.0]}
-    scores["checkpoints"]["hybrid"]["another"] = suite_table(mixed, mixed)
+    scores["checkpoints"]["hybrid"]["another"] = suite_table(cells(mixed), cells(mixed))
     report_fixture.write_json(file, scores)
     results = load_results(inputs)
     models, table = model_table(results), score_table(results)
     assert models is not None and table is not None
     assert models.header[:4] == [
-        "model", "Needle, average", "Tasks of lm-eval, average", "another, average"
+        "model", "RULER, average", "Tasks of lm-eval, average", "another, average"
     ]  # fmt: skip
     rows = {(row[0], row[1]): list(row[2:]) for group in table.groups for row in group.rows}
     assert rows["one", ""] in (["–", "50.0", "–"], ["50.0", "50.0", "–"])
@@ -376,11 +370,11 @@ def test_paths_below_the_checkout_are_shown_relative_to_it(
     root = Path(__file__).resolve().parents[2]
     config = report_fixture.config(published)
     model = config.model.model_copy(update={"path": str(root / "recipes" / "base")})
-    evaluate = EvaluateConfig(harness={"tasks": ["gsm8k"], "data_dir": str(root / "recipes/data")})
+    evaluate = EvaluateConfig(include_path=[str(root / "recipes/data")])
     sections = {**config.upstream, "evaluate": evaluate}
     found = provenance(replace(config, model=model, upstream=sections), results)
     assert str(root) not in str(found)
-    assert dict(found["Resolved recipe"])["evaluate.harness.data_dir"] == "recipes/data"
+    assert dict(found["Resolved recipe"])["evaluate.include_path"] == "recipes/data"
 
 
 @pytest.mark.parametrize(
@@ -405,7 +399,7 @@ def test_the_training_loss_is_called_what_it_is(
         ("search/summary.json", "{"),
         ("search/summary.json", '{"trace": []}'),
         ("evaluate/scores.json", "[]"),
-        ("evaluate/scores.json", '{"checkpoints": {"best": {"needle": {"average": 1}}}}'),
+        ("evaluate/scores.json", '{"checkpoints": {"best": {"ruler": {"average": 1}}}}'),
         ("train/metrics.jsonl", '{"step": 1, "to\n'),
         ("materialize/summary.json", None),
     ],

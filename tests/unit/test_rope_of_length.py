@@ -15,9 +15,11 @@ from bosch.model.search_mode import prepare_for_search
 from bosch.objective.calibration import PARTS, CalibrationExample, CalibrationSet
 from bosch.objective.objective import Objective
 from bosch.window import Window
-from stages.evaluate.generation import Question, generate
-from stages.evaluate.suites.positions import suite as positions
+from stages.evaluate import positions
+from stages.evaluate.chat import ChatConfig
+from stages.evaluate.lm import LanguageModel
 from tests.hybrid_case import small_model
+from tests.tiny_data import byte_tokenizer
 
 _LONGROPE = {
     "type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 30.0],
@@ -35,15 +37,6 @@ def _model() -> Any:
         eos_token_id=2, initializer_range=0.2,
     )  # fmt: skip
     return Phi3ForCausalLM(config).eval()
-
-
-class _Ids:
-    """A tokenizer whose text is the ids."""
-
-    pad_token_id = 0
-
-    def decode(self, ids: list[int], **options: Any) -> str:
-        return " ".join(map(str, ids))
 
 
 def test_it_is_read_from_the_configuration() -> None:
@@ -64,13 +57,13 @@ def test_losses_by_position_are_those_of_one_pass(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_short_question_beside_a_long_one_gets_its_own_answer() -> None:
-    model, random = _model(), np.random.default_rng(1)
-    prompts = [random.integers(3, VOCABULARY, n).astype(np.int32) for n in (20, LENGTH, 40)]
-    questions = [Question(n, ids, []) for n, ids in enumerate(prompts)]
+    model, tokenizer, random = _model(), byte_tokenizer(), np.random.default_rng(1)
+    texts = [tokenizer.decode(random.integers(3, 90, n).tolist()) for n in (20, LENGTH, 40)]
+    asked = {number: (text, []) for number, text in enumerate(texts)}
 
-    def answers(batch_size: int) -> dict[int, str]:
-        batches = generate(model, _Ids(), questions, 8, batch_size)
-        return {question.index: text for batch in batches for question, text in batch}
+    def answers(rows: int) -> dict[int, list[int]]:
+        lm = LanguageModel(model, tokenizer, ChatConfig(), rows)
+        return {number: ids for number, _, ids in lm.answer_ids(asked, 8)}
 
     assert answers(3) == answers(1)
 

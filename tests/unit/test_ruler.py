@@ -6,34 +6,27 @@ tests/ruler_case.py, seed 42 and the rule in data_prep/tasks/words.py instead of
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 import re
-import threading
 from collections import Counter
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
 import pytest
 
-from bosch.errors import RunError, UserError
-from bosch.journal import Journal
-from data_prep.tasks import ruler, samples
+from bosch.errors import UserError
+from data_prep.tasks import ruler
 from data_prep.tasks.needles import Draft
 from data_prep.tasks.questions import read_questions
 from data_prep.tasks.ruler import Corpus, ruler_task
-from data_prep.tasks.samples import SampleFolder
+from data_prep.tasks.samples import make_rows, read_rows, write_rows
 from data_prep.tasks.tables import ANY_ANSWER, DATA_FILES, NEW_TOKENS, RULER_NEEDLES, RulerTask
 from data_prep.tasks.words import ADJECTIVES, NOUNS, PairedWords, WordLists, split_by_rule
 from data_prep.text import TokenCounter
-from stages.evaluate.suites.needle import NeedleEvaluation
+from stages.evaluate.stage import RulerConfig
 from tests.ruler_case import essay_text, write_data
-from tests.tiny_data import tiny_tokenizer
 
 RECORDS = json.loads((Path(__file__).parents[1] / "data/ruler.json").read_text())
 OWN_WORDS = WordLists(PairedWords(ADJECTIVES, NOUNS), sorted({*ADJECTIVES, *NOUNS}), False)
@@ -62,7 +55,7 @@ def test_samples_equal_upstreams(task, length, tokenizer, data):
     assert generator.corpus.words.is_upstream, "install the package wonderwords"
     generator.fit()
     for index, record in enumerate(RECORDS[length][task]):
-        draft = generator.sample(index).draft
+        draft = generator.sample(index)
         content = json.dumps([draft.text, draft.prefix, draft.answers])
         assert hashlib.sha256(content.encode()).hexdigest()[:16] == record, index
 
@@ -98,11 +91,11 @@ def test_short_samples_fit_the_length(task, length, tokenizer, data):
     generator.fit()
     for index in range(3):
         sample = generator.sample(index)
-        assert length * (0.6 if task in ("fwe", "qa_1", "qa_2") else 0.8) < len(sample.ids) + 16
-        assert len(sample.ids) + 16 <= length
+        tokens = len(counter.ids(sample.text)) + 16
+        assert length * (0.6 if task in ("fwe", "qa_1", "qa_2") else 0.8) < tokens <= length
         # Those of the question are in it; the prompt does not contain its own answer.
-        assert len(sample.draft.answers) == _answers(task)
-        assert sample.draft.text.endswith(sample.draft.prefix)
+        assert len(sample.answers) == _answers(task)
+        assert sample.text.endswith(sample.prefix)
 
 
 def test_ten_words_of_a_short_list_are_as_frequent_as_in_ruler(tokenizer):
@@ -133,7 +126,7 @@ def test_a_key_has_one_value_if_keys_are_few(task, tokenizer, data):
     generator = ruler_task(task, corpus, 1, 2000, 16, TokenCounter(tokenizer))
     generator.fit()
     for index in range(20):
-        draft = generator.sample(index).draft
+        draft = generator.sample(index)
         needles = re.findall(r"special magic numbers? for (\S+) is: (\d+)", draft.text)
         assert len(needles) >= 4
         for key, value in draft.needles:
@@ -145,7 +138,7 @@ def test_three_words_are_most_frequent_however_short_the_text(length, tokenizer)
     task = ruler_task("fwe", _corpus(None), 1, length, 16, TokenCounter(tokenizer))
     task.fit()
     try:
-        drafts = [task.sample(index).draft for index in range(3)]
+        drafts = [task.sample(index) for index in range(3)]
     except UserError as fault:
         assert length < 350 and "hold no three words which appear more often" in str(fault)
         return
@@ -178,8 +171,10 @@ class _Counted(ruler.RulerTask):
 def test_a_sample_shrinks_by_steps_and_within_a_step_by_halves(first, length, sizes):
     counter = SimpleNamespace(tokens=len, ids=list)
     generator = _Counted(Corpus([]), 0, length, 2, counter)
-    generator.size = first
-    assert generator.sample(0).sizes == sizes
+    generator.size, drawn = first, []
+    generator.draft = lambda index, size: drawn.append(size) or generator.draw(index, size)
+    generator.sample(0)
+    assert drawn == sizes
 
 
 @pytest.mark.parametrize(
@@ -199,7 +194,7 @@ def test_the_shortest_samples_are_complete_or_refused(task, lengths, new_tokens,
             assert "does not fit" in str(fault)
             refused += 1
         else:
-            assert {len(sample.draft.answers) for sample in samples} == {_answers(task)}
+            assert {len(sample.answers) for sample in samples} == {_answers(task)}
     assert 0 < refused < len(lengths)
 
 
@@ -221,92 +216,18 @@ def test_a_sample_is_tokenised_at_most_twice(task, tokenizer, data):
     assert fitting <= 15
 
 
-def test_making_a_folder_of_samples_resumes(tmp_path, tokenizer, data):
-    for task in ("niah_multikey_2", "vt", "fwe"):
-        folder = partial(
-            SampleFolder, task=task, length=1024, new_tokens=8, seed=5, corpus=_corpus(data),
-            tokenizer=tokenizer,
-        )  # fmt: skip
-        whole, parts = folder(tmp_path / "whole"), folder(tmp_path / "parts")
-        whole.make(6)
-        parts.make(2)
-        # A killed run leaves ids without a record.
-        with (parts.path / "ids.bin").open("ab") as file:
-            file.write(b"1234567")
-        new: list[int] = []
-        parts.make(6, partial(new.append, 1))
-        assert len(new) == 4
-        for left, right in zip(whole.read(range(6)), parts.read(range(6)), strict=True):
-            assert left.ids.tolist() == right.ids.tolist()
-            assert (left.answers, left.prompt_sha256) == (right.answers, right.prompt_sha256)
-        text = tokenizer.decode(left.ids)
-        assert text.endswith(left.tail)
-
-
-def test_samples_are_stored_by_all_that_they_depend_on(tmp_path, tokenizer, data, monkeypatch):
-    """Including the task's data file, if it has one (cwe has none here), and no other task's."""
-    other = write_data(tmp_path / "other", questions=40)
-    corpora = [_corpus(None), _corpus(other), Corpus(["a"] * 9, data)]
-
-    def folder(task, length=1024, new_tokens=8, seed=5, corpus=None):
-        corpus = corpus or _corpus(data)
-        return SampleFolder(tmp_path, task, length, new_tokens, seed, corpus, tokenizer)
-
-    for task, places in (("qa_1", 7), ("qa_2", 7), ("niah_single_2", 5), ("cwe", 5)):
-        changes = [{}, {"length": 1025}, {"new_tokens": 9}, {"seed": 6}]
-        changes += [{"corpus": corpus} for corpus in corpora]
-        paths = {folder(task, **change).path for change in changes}
-        assert len(paths) == places, task
-        assert {path.name.partition("-")[0] for path in paths} == {task}
-    paths = {folder("cwe").path, replace(folder("cwe"), tokenizer=tiny_tokenizer()).path}
-    for name in ("words_identity", "sentences_identity"):
-        with monkeypatch.context() as patch:
-            patch.setattr(samples, name, lambda: "others")
-            paths.add(folder("cwe").path)
-    assert len(paths) == 4
-
-
-def _without(folder, line, field):
-    """Remove a field from a line and correct the checksum."""
-    journal = Journal(folder / "samples.jsonl")
-    entries = journal.read_new(dict)
-    del entries[line][field]
-    journal.replace(entries)
-
-
-@pytest.mark.parametrize(
-    "harm",
-    [
-        lambda folder: os.truncate(folder / "ids.bin", 5000),
-        lambda folder: (folder / "ids.bin").write_bytes(bytes(20_000)),
-        lambda folder: os.truncate(folder / "samples.jsonl", 2000),
-        lambda folder: _without(folder, 0, "size"),
-        lambda folder: _without(folder, 2, "tokens"),
-        lambda folder: _without(folder, 4, "tail"),
-    ],
-)
-def test_damaged_samples_are_made_again(harm, tmp_path, tokenizer, data):
-    folder = SampleFolder(tmp_path, "niah_single_2", 1024, 8, 5, _corpus(data), tokenizer)
-    folder.make(4)
-    before = [sample.ids.tolist() for sample in folder.read(range(4))]
-    harm(folder.path)
-    with pytest.raises(RunError, match=r"sample \d is damaged"):
-        list(folder.read(range(4)))
-    folder.make(4)
-    assert [sample.ids.tolist() for sample in folder.read(range(4))] == before
-
-
-def test_a_process_waits_for_samples_that_another_one_makes(tmp_path, tokenizer, data):
-    folder = SampleFolder(tmp_path, "niah_single_2", 1024, 8, 5, _corpus(data), tokenizer)
-    folder.path.mkdir(parents=True)
-    maker = threading.Thread(target=folder.make, args=(2,))
-    with (folder.path / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        maker.start()
-        maker.join(timeout=0.5)
-        assert maker.is_alive() and not (folder.path / "ids.bin").exists()
-    maker.join()
-    assert len(list(folder.read(range(2)))) == 2
+def test_rows_are_read_as_they_were_made(tmp_path, tokenizer, data):
+    """The model continues a row's prompt and prefix, which together are the sample's text."""
+    for task in ("niah_multikey_2", "vt"):
+        settings = {"seed": 5, "new_tokens": 8, "corpus": _corpus(data), "tokenizer": tokenizer}
+        write_rows(tmp_path / task, make_rows(task, 1024, 3, **settings))
+        generator = ruler_task(task, _corpus(data), 5, 1024, 8, TokenCounter(tokenizer))
+        generator.fit()
+        for index, row in enumerate(read_rows(tmp_path / task)):
+            draft = generator.sample(index)
+            assert row["prompt"] + row["prefix"] == draft.text and row["length"] == 1024
+            assert row["answers"] == draft.answers
+            assert [tuple(pair) for pair in row["needles"]] == draft.needles
 
 
 def test_pairs_of_words_are_in_alphabetical_order():
@@ -337,7 +258,7 @@ def test_missing_and_damaged_data_is_reported(tmp_path, tokenizer, data):
         make("qa_1", tmp_path)
     with pytest.raises(UserError, match=r"hotpotqa\.json cannot be read as JSON"):
         make("qa_2", tmp_path)
-    with pytest.raises(UserError, match=r"hotpotqa\.json: holds 60 questions; lower evaluate\.ne"):
+    with pytest.raises(UserError, match=r"hotpotqa\.json: holds 60 questions; lower evaluate\.ru"):
         ruler_task("qa_2", _corpus(data), 1, 1024, 16, TokenCounter(tokenizer)).draw(60, 3)
     with pytest.raises(UserError, match="too few for 32,768 tokens: install the package"):
         corpus = _corpus(data, words=OWN_WORDS)
@@ -347,7 +268,8 @@ def test_missing_and_damaged_data_is_reported(tmp_path, tokenizer, data):
         ("vt", 300, "vt at 300 tokens: its worked example does not fit into 150 of 300"),
     ):
         with pytest.raises(UserError, match=said):
-            SampleFolder(tmp_path, task, length, 16, 1, _corpus(data), tokenizer).make(1)
+            settings = {"new_tokens": 16, "corpus": _corpus(data), "tokenizer": tokenizer}
+            list(make_rows(task, length, 1, seed=1, **settings))
 
 
 def test_a_list_longer_than_the_words_uses_rulers_english_words(tmp_path, tokenizer):
@@ -359,7 +281,7 @@ def test_a_list_longer_than_the_words_uses_rulers_english_words(tmp_path, tokeni
     task.fit()
     assert len(OWN_WORDS.single) < task.size < len(words)
     sample = task.sample(0)
-    assert len(sample.draft.answers) == 10 and {*sample.draft.answers} <= {*words}
+    assert len(sample.answers) == 10 and {*sample.answers} <= {*words}
     file.write_text("[]")
     with pytest.raises(UserError, match=r"english_words\.json: expected a JSON object of words"):
         ruler_task("cwe", corpus, 1, 32768, 120, TokenCounter(tokenizer))
@@ -368,7 +290,7 @@ def test_a_list_longer_than_the_words_uses_rulers_english_words(tmp_path, tokeni
 def test_a_recipe_accepts_all_tasks():
     assert set(get_args(RulerTask)) == set(NEW_TOKENS)
     assert {"qa_1", "qa_2"} == ANY_ANSWER
-    section = NeedleEvaluation(yarn={"64k": 2, 131072: 4.0})
+    section = RulerConfig(yarn={"64k": 2, 131072: 4.0})
     assert section.yarn == {65536: 2.0, 131072: 4.0}
-    assert NeedleEvaluation.model_validate(section.model_dump(mode="json")) == section
+    assert RulerConfig.model_validate(section.model_dump(mode="json")) == section
     assert [section.new_tokens(task) for task in ("vt", "cwe")] == [30, 120]

@@ -145,7 +145,7 @@ def test_a_manifest_has_the_number_of_gpus_of_its_stage(case: Case) -> None:
         ("train.total_tokens=1k", "train", "train.total_tokens changed 2048 → 1024"),
         ("model.dtype=float32", "search", "model.dtype changed bfloat16 → float32"),
         ("materialize.dtype=float32", "materialize", "materialize.dtype changed bfloat16"),
-        ("evaluate.needle.samples=3", "original", "evaluate.needle.samples changed 2 → 3"),
+        ("evaluate.ruler.samples=3", "original", "evaluate.ruler.samples changed 2 → 3"),
         ("report.title=New", "report", "report.title changed tiny → New"),
         ("prepare.sources.0.weight=2", "prepare", "prepare.sources.0.weight changed 1 → 2"),
     ],
@@ -288,8 +288,8 @@ def test_links_of_stages_that_the_recipe_no_longer_has_are_removed(case: Case) -
     assert not case.output("train").is_symlink()
     assert not case.output("report").is_symlink()
     # The keys of the last run are still known, so the stated reasons are exact.
-    shown = states(case, "search.swa_ratio=0.75", "evaluate.needle.samples=3")
-    assert shown["evaluate"].startswith("to run (evaluate.needle.samples changed 2 → 3")
+    shown = states(case, "search.swa_ratio=0.75", "evaluate.ruler.samples=3")
+    assert shown["evaluate"].startswith("to run (evaluate.ruler.samples changed 2 → 3")
     fail(case, "search", "search.swa_ratio=0.25")
     assert not case.output("search").is_symlink()
 

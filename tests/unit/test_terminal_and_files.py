@@ -66,7 +66,7 @@ def test_a_new_recipe_leaves_room_for_answers_if_positions_are_few(
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | {"max_position_embeddings": positions}))
     assert cli.main(["new", str(case.model), "--output", str(file)]) == 0
-    assert yaml.safe_load(file.read_text())["evaluate"]["needle"]["lengths"] == lengths
+    assert yaml.safe_load(file.read_text())["evaluate"]["ruler"]["lengths"] == lengths
     assert "leaves no room" not in capsys.readouterr().out
 
 

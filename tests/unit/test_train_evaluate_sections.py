@@ -10,8 +10,8 @@ from bosch.errors import RunError
 from bosch.journal import Journal
 from pipeline.recipe.load import load_recipe
 from stages.context import Runtime
+from stages.evaluate.scores import suite_title
 from stages.evaluate.stage import EvaluateConfig
-from stages.evaluate.suites import suite_title
 from stages.train.stage import (
     TrainConfig,
     TrainingSummary,
@@ -111,18 +111,15 @@ def test_metrics_are_read_completely_or_refused(tmp_path: Path) -> None:
 
 
 def test_presets_add_their_tasks(case: Case) -> None:
-    changes = ["evaluate.presets=[short]", "evaluate.harness.tasks=[gsm8k,aime24]"]
-    evaluate = load_recipe(case.file, changes, env={}).recipe[EvaluateConfig]
-    assert evaluate.harness is not None
-    assert evaluate.harness.tasks == [
-        "gsm8k",
-        "aime24",
-        "mmlu",
-        "ai2_arc",
-        "hellaswag",
-        "winogrande",
-    ]
-    titles = ["needle", "harness", "positions", "other"]
-    assert [suite_title(name) for name in titles] == [
-        "Needle", "Tasks of lm-eval", "Loss by position", "other",
-    ]  # fmt: skip
+    changes = ["evaluate.presets=[short]", "evaluate.tasks=[gsm8k,qa_1,aime24]"]
+    (case.folder / "squad.json").write_text("{}")
+    changes.append(f"evaluate.ruler.data_dir={case.folder}")
+    recipe = load_recipe(case.file, changes, env={}).recipe
+    evaluate = recipe[EvaluateConfig]
+    assert evaluate.ruler_tasks == ["qa_1"]
+    lm_eval = ["gsm8k", "aime24", "mmlu", "ai2_arc", "hellaswag", "winogrande"]
+    assert evaluate.lm_eval_tasks == lm_eval
+    titles = [suite_title(name) for name in ("ruler", "lm_eval", "positions", "other")]
+    assert titles == ["RULER", "Tasks of lm-eval", "Loss by position", "other"]
+    whole = EvaluateConfig(tasks=["gsm8k", "ruler", "vt"]).completed(recipe)
+    assert len(whole.ruler_tasks) == 13 and whole.tasks[:2] == ["gsm8k", "niah_single_1"]
