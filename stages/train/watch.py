@@ -41,15 +41,13 @@ class _Watch(Generic[T]):
         """This process's samples, with `model` in evaluation mode, and whether each is a new one.
 
         All processes run the same number, since a sharded model's passes are collective: some
-        repeat a sample. Compiled layers run uncompiled: each length would be compiled, which torch
-        does not always survive.
+        repeat a sample.
         """
         size, group = processes() // self._sharing, rank() // self._sharing
         was_training = model.training
         model.eval()
-        with torch.compiler.set_stance("force_eager"):
-            for number in range(group, len(self._samples) + group, size):
-                yield self._samples[number % len(self._samples)], number < len(self._samples)
+        for number in range(group, len(self._samples) + group, size):
+            yield self._samples[number % len(self._samples)], number < len(self._samples)
         model.train(was_training)
 
 

@@ -117,8 +117,9 @@ def test_flops_of_a_step_are_those_of_its_heads(case: Path) -> None:
     assert step_flops(config, schedule, TrainConfig(**TRAIN)) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 3}}])
-@pytest.mark.parametrize("freeze", ["none", "attention_only"])
+@pytest.mark.parametrize(
+    ("lora", "freeze"), [({}, "attention_only"), ({"lora": {"rank": 3}}, "none")]
+)
 def test_flops_of_a_step_leave_out_frozen_weights(case: Path, lora: Any, freeze: str) -> None:
     """As torch counts those of the linear maps."""
     folder = case / "materialize" / "model"
@@ -220,7 +221,7 @@ def test_needles_are_the_first_calibration_examples(tmp_path: Path) -> None:
     assert make_needle_watch(Runtime(), {}) is None
 
 
-@pytest.mark.parametrize(("processes", "sharing"), [(1, 1), (2, 1), (3, 1), (2, 2), (4, 2), (8, 4)])
+@pytest.mark.parametrize(("processes", "sharing"), [(1, 1), (3, 1), (4, 2)])
 def test_processes_score_every_needle_once_in_equally_many_passes(
     processes: int, sharing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,31 +297,6 @@ def test_a_sequence_that_is_run_again_counts_once(monkeypatch: pytest.MonkeyPatc
     assert score.keys() == alone.keys()
     for name, value in alone.items():
         assert score[name] == pytest.approx(value), name
-
-
-def test_scoring_compiles_nothing() -> None:
-    """With samples of many lengths."""
-    scores, passes = [], []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        return lambda *args: passes.append("compiled") or graph(*args)
-
-    device = torch.device("cpu")
-    for is_compiled in (False, True):
-        model = small_model("qwen3_moe")
-        install_loss(model)
-        for layer in model.get_decoder().layers if is_compiled else ():
-            layer.compile(backend=backend)
-        ids = torch.arange(24)[None]
-        model(input_ids=ids, labels=ids)
-        before = len(passes)
-        NeedleWatch([(ids[0, :size].tolist(), 2) for size in (24, 17, 9)], 1).score(model, device)
-        scores.append(HeldOutWatch([{"input_ids": ids, "labels": ids}], 1).score(model, device))
-        assert len(passes) == before
-        model(input_ids=ids, labels=ids)
-        assert (len(passes) > before) == is_compiled
-    for name in scores[0]:
-        assert scores[1][name] == pytest.approx(scores[0][name], rel=1e-5)
 
 
 @pytest.mark.parametrize(
