@@ -256,4 +256,5 @@ def test_training_on_split_sequences_equals_that_of_one_process(
     assert done.returncode == 0, done.stderr
     for ours, theirs in zip(metrics(tmp_path / "many"), metrics(tmp_path / "one"), strict=True):
         for name in ("loss", "grad_norm", "heldout_loss", "heldout_by_position"):
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-6), (name, ours["step"])
+            # A divergence of 5e-4 is a sum of differences of numbers near 4.
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-6, abs=1e-8), ours["step"]
