@@ -270,9 +270,9 @@ _EXTRAS = {
     "studies": ("", "pipeline"),
     "tests": ("", "pipeline", "eval", "adapt", "gpu", "serve", "test", "mlx"),
 }
-# The dependencies of vllm conflict with ours; triton comes with torch's builds for a GPU. On a CPU
-# each has its own environment.
-_SEPARATE_ENVIRONMENTS = {"triton", "vllm"}
+# The dependencies of vllm conflict with ours, and an export to ONNX needs more; triton comes with
+# torch's builds for a GPU. On a CPU each has its own environment.
+_SEPARATE_ENVIRONMENTS = {"onnx", "onnxruntime-genai", "triton", "vllm"}
 # Needed only to make test data, by hand.
 _BY_HAND = {"tests/data/mds/make_shards.py": {"streaming"}}
 

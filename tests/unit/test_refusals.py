@@ -24,7 +24,7 @@ from tests.pipeline_case import Case
 
 FRONT = "search.method=front"
 DEEPSPEED = "runtime.sharding=deepspeed"
-FLASH = "runtime.attention=flash"
+VARLEN = "runtime.attention=varlen"
 HUB = "prepare.sources.0={name: a, kind: huggingface, path: a/b, revision: "
 
 
@@ -117,8 +117,8 @@ NEIGHBOURS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      ()),
     ("search.head_granularity=4", "search.swa_ratio", "7 sliding heads",
      "search.head_granularity=1", ("search.swa_ratio=0.4",)),
-    ("model.dtype=float32", "runtime.attention", "float32", "model.dtype=bfloat16", (FLASH,)),
-    ("search.sinks=2", "runtime.attention", "sinks", "search.sinks=0", (FLASH,)),
+    ("model.dtype=float32", "runtime.attention", "float32", "model.dtype=bfloat16", (VARLEN,)),
+    ("search.sinks=2", "runtime.attention", "sinks", "search.sinks=0", (VARLEN,)),
     ("search.window_size=128", "search.window_size", "sequence_length = 128",
      "search.window_size=127", ()),
     ("prepare.calibration.length=1025", "prepare.calibration.length", "1,024 positions",
@@ -152,7 +152,7 @@ NEIGHBOURS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("runtime.checkpointing=attention", "runtime.attention", "saves its outputs",
      "runtime.checkpointing=full", ("runtime.attention=flex",)),
     ("train.mixed_precision='no'", "runtime.attention", "float32", "train.mixed_precision=bf16",
-     (FLASH,)),
+     (VARLEN,)),
     # For the task with the longest answers.
     ("evaluate={tasks: [vt, fwe], ruler: {lengths: [50]}}", "evaluate.ruler.max_new_tokens", "50",
      "evaluate={tasks: [vt, fwe], ruler: {lengths: [51]}}", ()),
@@ -218,9 +218,9 @@ MODELS = [
      "output_router_logits"),
     ({"model_type": "afmoe"}, ("train.document_masking=true",), "train.document_masking",
      "borders"),
-    ({"model_type": "gemma2"}, (FLASH,), "runtime.attention", "capped"),
-    ({"model_type": "gpt_oss"}, (FLASH,), "runtime.attention", "extra logit"),
-    ({"head_dim": 264}, (FLASH,), "runtime.attention", "256 dimensions"),
+    ({"model_type": "gemma2"}, (VARLEN,), "runtime.attention", "capped"),
+    ({"model_type": "gpt_oss"}, (VARLEN,), "runtime.attention", "extra logit"),
+    ({"head_dim": 264}, (VARLEN,), "runtime.attention", "256 dimensions"),
     ({"attention_dropout": 0.1}, ("runtime.attention=flex",), "runtime.attention", "dropout"),
     ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, ("evaluate.ruler.yarn={512: 2}",),
      "evaluate.ruler.yarn", "stretched"),
