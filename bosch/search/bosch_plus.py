@@ -196,11 +196,11 @@ class _Search:
 
         while tracks := [t for t in self.tracks if not t.exhausted and self._can_swap(t)]:
             track = min(tracks, key=turn)
-            bits = self._swap(track)
-            if bits is None:
+            swapped = self._swap(track)
+            if swapped is None:
                 track.exhausted = True
             else:
-                won = self._measure(track, bits, "swaps", "swap")
+                won = self._measure(track, swapped, "swaps", "swap")
                 track.without_win = 0 if won else track.without_win + 1
 
     def _can_swap(self, track: _Track) -> bool:

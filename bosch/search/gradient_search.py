@@ -18,11 +18,10 @@ Layout = npt.NDArray[Any]
 
 @dataclass
 class Move:
-    """A rule that proposes layouts, its wins and passes; `last`: tried if no other wins."""
+    """A rule that proposes layouts, its wins and passes."""
 
     name: str
     propose: Callable[[Any], Layout | None]
-    last: bool = False
     wins: int = 0
     passes: float = 0.0
 
