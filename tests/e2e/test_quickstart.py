@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import html
 import json
 import os
 import random
@@ -110,7 +111,7 @@ def test_the_pipeline_runs_and_a_second_run_does_nothing(undisturbed: Path) -> N
             assert branch_step[field] == step[field]
     assert branch_steps[0]["loss"] != steps[0]["loss"]
     page = (output / "report/index.html").read_text()
-    assert "of intr after 3,072 tokens of both" in page
+    assert "After 3,072 tokens of each the recipe's hybrid scores" in html.unescape(page)
     assert "<svg" in page
     assert "http-equiv" in page
     assert 'href="quickstart/report/index.html"' in (undisturbed / "index.html").read_text()
