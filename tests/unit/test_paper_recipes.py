@@ -104,7 +104,8 @@ def runs() -> dict[str, LoadedRecipe]:
 
 
 def test_the_readme_has_the_papers_runs(runs: dict[str, LoadedRecipe]) -> None:
-    recipes = [run.recipe for run in runs.values()]
+    loaded = [one for run in runs.values() for one in (run, *run.branches.values())]
+    recipes = [one.recipe for one in loaded]
     settings = {
         (recipe.model.path, recipe.search.method, recipe.search.swa_ratio) for recipe in recipes
     }
