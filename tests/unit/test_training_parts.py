@@ -625,13 +625,14 @@ def test_sharding_loads_the_buffers_of_the_checkpoint() -> None:
     bias = next(name for name in weights if name.endswith("e_score_correction_bias"))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        shard_teacher(model, dict(weights), torch.device("cpu"))
+        alone: Any = SimpleNamespace(device=torch.device("cpu"), torch_device_mesh=None)
+        shard_teacher(alone, model, dict(weights))
         for name, value in model.state_dict().items():
             whole = value.full_tensor() if isinstance(value, DTensor) else value
             assert torch.equal(whole, weights[name]), name
         del weights[bias]
         with pytest.raises(KeyError, match=bias):
-            shard_teacher(small_model("glm4_moe"), weights, torch.device("cpu"))
+            shard_teacher(alone, small_model("glm4_moe"), weights)
     finally:
         dist.destroy_process_group()
 
