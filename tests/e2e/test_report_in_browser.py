@@ -88,9 +88,9 @@ def _open(browser: Any, path: Path) -> None:
 def test_a_score_links_to_its_predictions(browser: Any, page: Path) -> None:
     _open(browser, page)
     assert not _shown(browser, ".samples")
-    link = browser.find_element("css selector", f'a[href="#samples-hybrid-needle-{TASKS[0]}-1024"]')
+    link = browser.find_element("css selector", f'a[href="#samples-hybrid-ruler-{TASKS[0]}-1024"]')
     link.click()
-    [heading] = _shown(browser, f'[id="samples-hybrid-needle-{TASKS[0]}-1024"]')
+    [heading] = _shown(browser, f'[id="samples-hybrid-ruler-{TASKS[0]}-1024"]')
     top = browser.execute_script("return arguments[0].getBoundingClientRect().top", heading)
     assert -1 <= top < 900
     assert "output 59 of hybrid" in heading.find_element("xpath", "..").text
