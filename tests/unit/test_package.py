@@ -65,7 +65,6 @@ def test_the_wheel_contains_only_the_library(site: Path) -> None:
     own = {str(path.relative_to(ROOT)) for path in (ROOT / "bosch").rglob("*.py")}
     assert own <= {str(path.relative_to(site)) for path in site.rglob("*.py")}
     assert (site / "bosch" / "py.typed").exists()
-    assert list((site / "bosch").glob("*.schema.json"))
 
 
 def test_the_package_has_a_description_for_an_index(site: Path) -> None:
