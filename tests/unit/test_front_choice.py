@@ -58,8 +58,8 @@ def _chosen(front: Front, budget: dict[str, str] | float) -> int:
         # One full head of four and three with 7 tokens: .3025 of the original's slots.
         ({"kv_cache": "0.31 @ 100"}, 1),
         ({"kv_cache": "0.30 @ 100"}, 0),
-        # Equal scores: the smaller one.
-        ({"kv_cache": "0.9 @ 100"}, 1),
+        # Equal scores: the larger one.
+        ({"kv_cache": "0.9 @ 100"}, 2),
         ({"kv_cache": "1 @ 100"}, 3),
         ({"bytes": f"{64 * 4 * (100 + 21)} @ 100"}, 1),
         ({"bytes": f"{64 * 4 * (100 + 21) - 1} @ 100"}, 0),
