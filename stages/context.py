@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from bosch.backends import BackendName
 from stages.fields import (
@@ -19,6 +19,7 @@ from stages.fields import (
     PathText,
     ProcessesOrAuto,
     Section,
+    rising,
 )
 from stages.inputs import Input, is_hub_name
 
@@ -76,7 +77,9 @@ class Runtime(Section):
     device by formula."""
     offload_activations: Flag = False
     """Keep the layers' inputs in host memory between forward and backward pass."""
-    profile_steps: Annotated[list[Count], Field(min_length=2, max_length=2)] | None = None
+    profile_steps: (
+        Annotated[list[Count], Field(min_length=2, max_length=2), AfterValidator(rising)] | None
+    ) = None
     """First and last step that torch's profiler records, beside tensorboard's figures."""
     save_every_steps: int = Field(100, gt=0, le=MOST)
     """Steps between the restart points of training."""

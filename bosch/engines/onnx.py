@@ -193,13 +193,13 @@ def _projected(
     rows = slice(heads.start * shared * size, heads.stop * shared * size)
     linear = getattr(attention, f"{name}_proj")
     bias = None if linear.bias is None else linear.bias[rows]
-    found = graph.linear(states, linear.weight[rows], bias)
+    projected = graph.linear(states, linear.weight[rows], bias)
     norm = getattr(attention, f"{name}_norm", None)
     if norm is None:
-        return found
+        return projected
     by_head = graph.constant(np.array([0, 0, -1, size], np.int64))
-    found = graph.norm(graph.add("Reshape", found, by_head), norm)
-    return graph.add("Reshape", found, graph.constant(np.array([0, 0, -1], np.int64)))
+    normed = graph.norm(graph.add("Reshape", projected, by_head), norm)
+    return graph.add("Reshape", normed, graph.constant(np.array([0, 0, -1], np.int64)))
 
 
 def _save(graph: _Graph, caches: list[Group], size: int, vocabulary: int, output: Path) -> None:
@@ -286,9 +286,9 @@ def _check(model: Any, caches: list[Group], output: Path) -> None:
     engine = onnxruntime_genai.Generator(loaded, options)
     engine.append_tokens(ids.numpy().astype(np.int32))
     for _ in range(_CHECKED):
-        found = torch.from_numpy(engine.get_logits()).reshape(-1, model.config.vocab_size)[-1]
+        logits = torch.from_numpy(engine.get_logits()).reshape(-1, model.config.vocab_size)[-1]
         expected = model(input_ids=ids, use_cache=False).logits[0, -1]
-        difference = float((found - expected).abs().max() / expected.std())
+        difference = float((logits - expected).abs().max() / expected.std())
         if not difference < _MOST_DIFFERENT:
             raise UserError(
                 f"ONNX Runtime's logits differ from the hybrid's by {difference:.1e} of their "

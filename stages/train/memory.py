@@ -109,7 +109,7 @@ class TrainingJob:
         schedule = make_schedule(train, self.runtime, self.length, self.processes, self.on_gpu)
         tokens = schedule.micro_batch_size * self.length // self.runtime.context_parallel
         trained, sharding = trained_parameters(shape, train), self.runtime.sharding
-        shards = self.processes // self.runtime.replicas if sharding != "none" else 1
+        shards = max(1, self.processes // self.runtime.replicas) if sharding != "none" else 1
         parameters = shape.parameters + (trained if train.lora is not None else 0)
         weights = (_FLOAT32 * parameters + _MOMENTS * trained) / shards
         if sharding == "deepspeed":  # beside weights for computation, float32 of trained ones

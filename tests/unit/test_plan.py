@@ -174,6 +174,13 @@ def test_a_model_too_large_for_a_device_is_noted(case: Case) -> None:
             assert ("evaluation, more than the 24 GiB of a process" in text) == is_noted
 
 
+def test_copies_of_a_model_share_the_gpus(case: Case) -> None:
+    """On one GPU there is one copy; of four each copy has two."""
+    loaded = _load(case, "runtime.sharding=fsdp", "runtime.replicas=2")
+    for hardware in ("h100", "h100x4"):
+        assert plan_costs(loaded, plan_devices(loaded, hardware))["train"].memory
+
+
 def test_training_uses_the_most_processes_that_can_share_a_batch(case: Case) -> None:
     for hardware, said in (("h100x7", ", on 4 of 7 processes"), ("h100x4", "")):
         cost = plan_costs(_load(case), plan_devices(_load(case), hardware))["train"]
