@@ -8,6 +8,7 @@ import gzip
 import io
 import lzma
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -15,25 +16,39 @@ from typing import Any, BinaryIO, NoReturn
 from bosch.errors import UserError
 from bosch.files import read_json
 
-_OPENERS: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_SUFFIXES = ("", ".gz", ".bz2", ".xz", ".zst")
+# The first bytes of a compressed file.
+_OPENERS: dict[bytes, Any] = {
+    rb"\x1f\x8b": gzip.open, rb"BZh[1-9]1AY&SY": bz2.open, rb"\xfd7zXZ\0": lzma.open,
+    rb"\x28\xb5\x2f\xfd": None,
+}  # fmt: skip
 
 
 def compressible(*suffixes: str) -> tuple[str, ...]:
     """Suffixes of plain and of compressed files."""
-    return tuple(suffix + end for suffix in suffixes for end in ("", *_OPENERS, ".zst"))
+    return tuple(suffix + end for suffix in suffixes for end in _SUFFIXES)
+
+
+def _compression(path: Path) -> bytes | None:
+    with open(path, "rb") as file:
+        start = file.read(10)
+    return next((mark for mark in _OPENERS if re.match(mark, start)), None)
 
 
 def is_compressed(path: Path) -> bool:
-    return path.suffix in (*_OPENERS, ".zst")
+    return _compression(path) is not None
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """Open a file, decompressed as its suffix says."""
-    if path.suffix == ".zst":
-        import pyarrow as pa
+    """Open a file, decompressed as its first bytes say."""
+    compression = _compression(path)
+    if compression is None:
+        return path.open("rb")
+    if _OPENERS[compression]:
+        return _OPENERS[compression](path)
+    import pyarrow as pa
 
-        return io.BufferedReader(pa.input_stream(str(path), compression="zstd"))  # type: ignore[return-value]
-    return _OPENERS.get(path.suffix, open)(path, "rb")
+    return io.BufferedReader(pa.input_stream(str(path), compression="zstd"))  # type: ignore[return-value]
 
 
 def files_of(where: str, pattern: str, suffixes: tuple[str, ...] = ("",)) -> list[Path]:

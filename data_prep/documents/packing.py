@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,53 +153,41 @@ def write_dataset(
     features = Features(columns)
     folder.mkdir(parents=True, exist_ok=True)
     per_file = max(1, FILE_TOKENS // sequence_length)
-    files = math.ceil(count / per_file)
-    names = [f"data-{index:05d}-of-{files:05d}.arrow" for index in range(files)]
+    starts = range(0, count, per_file)
+    names = [f"data-{index:05d}-of-{len(starts):05d}.arrow" for index in range(len(starts))]
     iterator = iter(sequences)
-    for index, name in enumerate(names):
-        rows = min(per_file, count - index * per_file)
-        _write_file(folder / name, iterator, rows, sequence_length, features.arrow_schema)
+    for name, start in zip(names, starts, strict=True):
+        rows = itertools.islice(iterator, min(per_file, count - start))
+        _write_file(folder / name, rows, sequence_length, features.arrow_schema)
     DatasetInfo(features=features).write_to_directory(str(folder))
     state: dict[str, Any] = {
+        **dict.fromkeys(("_format_columns", "_format_type", "_split")),
         "_data_files": [{"filename": name} for name in names],
         "_fingerprint": f"{count:x}-{sequence_length:x}",
-        "_format_columns": None,
         "_format_kwargs": {},
-        "_format_type": None,
         "_output_all_columns": False,
-        "_split": None,
     }
     (folder / "state.json").write_text(json.dumps(state, indent=2))
 
 
-def _write_file(
-    path: Path, sequences: Iterator[Packed], rows: int, length: int, schema: Any
-) -> None:
+def _write_file(path: Path, sequences: Iterator[Packed], length: int, schema: Any) -> None:
     import pyarrow as pa
 
-    per_batch = min(rows, max(1, BATCH_TOKENS // length))
-    # One buffer for all batches: allocating one each time takes as long as filling it.
-    buffers = {
-        name: np.empty((per_batch, length), np.int32)
-        for name in ("input_ids", "labels")
-        if name in schema.names
-    }
-    integers = pa.list_(pa.int32())
+    per_batch = max(1, BATCH_TOKENS // length)
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
-        for start in range(0, rows, per_batch):
-            batch = [next(sequences) for _ in range(min(per_batch, rows - start))]
-            for name, buffer in buffers.items():
-                for row, packed in zip(buffer, batch, strict=False):
-                    row[:] = packed.input_ids
-                    if name == "labels":
-                        row[packed.signed < 0] = IGNORED
-            ids, *labels = [
-                pa.FixedSizeListArray.from_arrays(
-                    pa.array(buffer[: len(batch)].reshape(-1)), length
-                )
-                for buffer in buffers.values()
-            ]
-            lengths = pa.array([packed.document_lengths for packed in batch], integers)
-            sources = pa.array([packed.document_sources for packed in batch], integers)
-            columns = [ids, lengths, sources, *labels]
-            writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
+        while batch := list(itertools.islice(sequences, per_batch)):
+            signed = np.stack([packed.signed for packed in batch])
+            columns = {
+                "input_ids": _fixed_lists(np.where(signed < 0, ~signed, signed)),
+                "document_lengths": [packed.document_lengths for packed in batch],
+                "document_sources": [packed.document_sources for packed in batch],
+                "labels": _fixed_lists(np.where(signed < 0, IGNORED, signed)),
+            }
+            columns = {name: columns[name] for name in schema.names}
+            writer.write_batch(pa.RecordBatch.from_pydict(columns, schema))
+
+
+def _fixed_lists(rows: np.ndarray) -> Any:
+    import pyarrow as pa
+
+    return pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), rows.shape[1])

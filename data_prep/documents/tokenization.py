@@ -21,7 +21,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 
@@ -29,10 +29,16 @@ from bosch import files
 from bosch.errors import RunError, UserError
 from bosch.progress import Progress
 from bosch.this_process import die_with_parent
-from data_prep.documents.conversations import Conversation
-from data_prep.documents.filters import Filters
-from data_prep.documents.sources import BadRecord, Part, Source, list_parts, read_part
-from data_prep.documents.tokenizer import WINDOW, Encoder
+from data_prep.documents.encoding import WINDOW, Encoder
+from data_prep.documents.sources import (
+    BadRecord,
+    Conversation,
+    Filters,
+    Part,
+    Source,
+    list_parts,
+    read_part,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +47,8 @@ _DOCUMENTS = "documents.npy"
 _SKIPPED = "skipped.json"
 # A system call per document would cost as much as reading it.
 _BUFFER_BYTES = 2**20
+# A text; a conversation's token ids and the bytes of its text; None if a filter leaves it out.
+_Document: TypeAlias = str | tuple[np.ndarray, int] | None
 
 
 @dataclass(frozen=True)
@@ -190,11 +198,11 @@ def _tokenise_part(job: tuple[Part, Path], *, source: Source, encoder: Encoder) 
     part, path = job
     if files.exists(path):
         return path
+    skipped: list[str] = []
+    documents = _documents(part, source, encoder, skipped)
     with files.replacing(path) as temporary:
         temporary.mkdir()
         with (temporary / _IDS).open("wb", buffering=_BUFFER_BYTES) as sink:
-            skipped: list[str] = []
-            documents = _encoded(part, source, encoder, skipped)
             lengths = _write_documents(documents, encoder, source.filters, sink)
             # An array, since a compressed file may have millions of documents.
             sizes = np.fromiter(lengths, np.dtype((np.int64, 2)))
@@ -203,25 +211,17 @@ def _tokenise_part(job: tuple[Part, Path], *, source: Source, encoder: Encoder) 
     return path
 
 
-class _Encoded(NamedTuple):
-    """A conversation's signed token ids, and the bytes of its text."""
-
-    ids: np.ndarray
-    text_bytes: int
-
-
-def _encoded(
+def _documents(
     part: Part, source: Source, encoder: Encoder, skipped: list[str]
-) -> Iterator[str | _Encoded | None]:
-    """The part's documents, conversations as tokens; appends the faults of others to `skipped`.
+) -> Iterator[_Document]:
+    """The part's documents; appends the faults of bad records to `skipped`.
 
     Raises UserError where a part alone has too many.
     """
-    answers_only = source.loss == "completion"
     for document in read_part(part, source):
         if isinstance(document, Conversation):
             try:
-                yield _Encoded(*encoder.conversation(document.messages, answers_only))
+                yield encoder.conversation(document.messages, source.loss == "completion")
                 continue
             except UserError:
                 raise
@@ -232,72 +232,47 @@ def _encoded(
             if len(skipped) == source.skip_bad_records:
                 raise _too_many(source, document.fault)
             skipped.append(document.fault)
-        else:
+        elif document is None or (document and not source.filters.allow_text(document)):
+            yield None
+        elif document:
             yield document
 
 
-_LEFT_OUT = (0, 0)
+def _batches(documents: Iterable[_Document]) -> Iterator[list[_Document]]:
+    """Documents in order, in lists whose texts have about `WINDOW` characters."""
+    batch: list[_Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += len(document) if isinstance(document, str) else 1
+        if size >= WINDOW:
+            yield batch
+            batch, size = [], 0
+    yield batch
 
 
 def _write_documents(
-    documents: Iterable[str | _Encoded | None],
-    encoder: Encoder,
-    filters: Filters,
-    sink: BinaryIO,
+    documents: Iterable[_Document], encoder: Encoder, filters: Filters, sink: BinaryIO
 ) -> Iterator[tuple[int, int]]:
-    """Write every document's token ids; yields its tokens and the bytes of its text.
-
-    Empty documents are skipped.
-    """
+    """Write every document's token ids; yields its tokens and the bytes of its text."""
     end = np.array([] if encoder.end is None else [encoder.end], np.int32)
-    for group in _groups(documents, filters):
-        if group is None:
-            yield _LEFT_OUT
-            continue
-        if isinstance(group, _Encoded):
-            allowed = filters.allow_tokens(len(group.ids))
-            if allowed:
-                sink.write(group.ids.data)
-            yield (len(group.ids), group.text_bytes) if allowed else _LEFT_OUT
-            continue
-        is_long = len(group[0]) > WINDOW
-        encoded = [np.concatenate([*encoder.long(group[0])])] if is_long else encoder(group)
-        for text, ids in zip(group, encoded, strict=True):
-            if filters.allow_tokens(len(ids)):
-                sink.write(ids.data)
-                sink.write(end.data)
-                yield len(ids) + len(end), len(text) if text.isascii() else len(text.encode())
-            else:
-                yield _LEFT_OUT
-
-
-def _groups(
-    documents: Iterable[str | _Encoded | None], filters: Filters
-) -> Iterator[list[str] | _Encoded | None]:
-    """Documents in order: short ones in groups, a long one or a conversation alone.
-
-    None stands for a document that is left out; it comes before the group in progress.
-    """
-    group: list[str] = []
-    size = 0
-    for document in documents:
-        if document == "":
-            continue
-        is_alone = isinstance(document, _Encoded) or len(document or "") > WINDOW
-        if group and (is_alone or size >= WINDOW):
-            yield group
-            group, size = [], 0
-        if isinstance(document, _Encoded):
-            yield document
-        elif document is None or not filters.allow_text(document):
-            yield None
-        elif is_alone:
-            yield [document]
-        else:
-            group.append(document)
-            size += len(document)
-    if group:
-        yield group
+    for batch in _batches(documents):
+        texts = [d for d in batch if isinstance(d, str) and len(d) <= WINDOW]
+        encoded = iter(encoder(texts) if texts else ())
+        for document in batch:
+            if isinstance(document, tuple):
+                (ids, text_bytes), closing = document, end[:0]  # it has its own
+            elif document is not None:
+                is_long = len(document) > WINDOW
+                ids = np.concatenate([*encoder.long(document)]) if is_long else next(encoded)
+                text_bytes = len(document if document.isascii() else document.encode())
+                closing = end
+            if document is None or not filters.allow_tokens(len(ids)):
+                yield 0, 0
+                continue
+            sink.write(ids.data)
+            sink.write(closing.data)
+            yield len(ids) + len(closing), text_bytes
 
 
 def read_shard(path: Path) -> tuple[Block, int]:

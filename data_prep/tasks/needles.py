@@ -16,8 +16,6 @@ from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, get_args
 
-import numpy as np
-
 from bosch.errors import UserError
 from data_prep.tasks.tables import NEEDLES, TaskSpec
 from data_prep.tasks.words import KEYS, split_by_rule, word_key
@@ -33,7 +31,7 @@ NOISE_LINE = (
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 )
 # Places of a needle, in percent of an essay's sentences.
-DEPTHS = [round(depth) for depth in np.linspace(0, 100, 40)]
+DEPTHS = [round(100 * number / 39) for number in range(40)]
 _MAX_FITS = 40
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
@@ -186,6 +184,8 @@ class _Draws:
     ) -> None:
         self._spec, self._space, self._words = NEEDLES[task], space, words
         entropy = [get_args(SeedSpace).index(space), list(NEEDLES).index(task)]
+        import numpy as np
+
         state = np.random.SeedSequence([*entropy, length, seed, index]).generate_state(16)
         needles, self._place_seed, distractors, start = (
             int.from_bytes(stream.tobytes(), "big") for stream in state.reshape(4, 4)

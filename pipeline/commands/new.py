@@ -14,8 +14,8 @@ from pathlib import Path
 from bosch.commands import Command
 from bosch.errors import UserError, control_character
 from bosch.files import read_json, write_text
-from data_prep.documents.mds_index import INDEX
 from data_prep.documents.sources import KINDS, Source
+from data_prep.documents.sources.mds import INDEX
 from data_prep.source_files import files_below
 from pipeline.commands.paths import typed_path
 from pipeline.recipe.load import ROOT, load_recipe

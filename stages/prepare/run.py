@@ -14,11 +14,11 @@ from bosch.files import file_hashes, remove
 from bosch.hardware import cpu_cores
 from bosch.progress import progress
 from data_prep.documents.calibration import write_calibration
-from data_prep.documents.filters import Filters
+from data_prep.documents.encoding import Encoder
 from data_prep.documents.packing import DocumentStream, Packed, mix, pack, write_dataset
-from data_prep.documents.sources import KINDS, BadRecord, Source, read_part
+from data_prep.documents.sources import KINDS, BadRecord, Filters, Source, read_part
 from data_prep.documents.tokenization import tokenise_source
-from data_prep.documents.tokenizer import Encoder, TokenizerSpec, load_tokenizer
+from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from data_prep.text import essay_identity, haystack_words
 from stages.context import StageConfig
 from stages.faults import Fault
@@ -54,7 +54,7 @@ def run(
         spec = TokenizerSpec(model.path, model.revision, model.trust_remote_code)
         tokenizer = load_tokenizer(spec)
         for source in config.section.sources:
-            _read_first_document(source, config.section.sequence_length)
+            _read_first_document(source)
         calibration = _calibration(config, tokenizer, work_dir)
         training_data = write_training_data(config, spec, work_dir)
         tokenizer.save_pretrained(work_dir / TOKENIZER)
@@ -95,15 +95,15 @@ def first_document_faults(loaded: LoadedRecipe) -> Iterator[Fault]:
         if section.path is None or KINDS[section.kind].is_remote(section.path):
             continue
         try:
-            _read_first_document(section, prepare.sequence_length)
+            _read_first_document(section)
         except UserError as fault:
             yield Fault.of(fault, f"prepare.sources.{number}")
 
 
-def _read_first_document(section: SourceConfig, sequence_length: int) -> None:
+def _read_first_document(section: SourceConfig) -> None:
     """Raise UserError if the source's first document cannot be read, or is a bad record."""
     source, kind = _source(section), KINDS[section.kind]
-    part = next(iter(kind.parts(source, 0, sequence_length)), None)
+    part = next(iter(kind.parts(source) if kind.parts else ()), None)
     if part is None or (source.tokenizer and not Path(source.tokenizer).is_dir()):
         return
     document = next(read_part(part, source), None)

@@ -13,8 +13,9 @@ from datasets import load_from_disk
 from bosch.errors import UserError
 from data_prep.documents import tokenization
 from data_prep.documents.calibration import read_prompts
-from data_prep.documents.sources import retrieval
-from data_prep.documents.tokenizer import Encoder, TokenizerSpec
+from data_prep.documents.encoding import Encoder
+from data_prep.documents.sources import generated
+from data_prep.documents.tokenizer import TokenizerSpec
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.prepare import run as prepare
 from stages.prepare.stage import PrepareConfig
@@ -39,7 +40,7 @@ def corpus(tmp_path):
 def prose(monkeypatch):
     """Fixed words in place of pydoc's topics, which differ by Python version."""
     words = ["some", "words", "of", "a", "text"] * 1000
-    monkeypatch.setattr(retrieval, "haystack_words", lambda folder: words)
+    monkeypatch.setattr(generated, "haystack_words", lambda folder: words)
 
 
 def config(model: Path, sources: list[dict] | Path, workers=1, seed=0, **changes) -> StageConfig:
@@ -190,7 +191,7 @@ def test_calibration_prompts_end_before_the_value_that_they_ask_for(model, corpu
 def test_workers_change_no_byte_and_the_seed_changes_data_and_calibration_set(
     model, corpus, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("data_prep.documents.sources.PART_BYTES", 2000)
+    monkeypatch.setattr("data_prep.documents.sources.files.PART_BYTES", 2000)
     serial = run(config(model, corpus), tmp_path / "serial")
     parallel = run(config(model, corpus, workers=2), tmp_path / "parallel")
     other_seed = run(config(model, corpus, seed=1), tmp_path / "other_seed")
@@ -201,7 +202,7 @@ def test_workers_change_no_byte_and_the_seed_changes_data_and_calibration_set(
 
 def test_a_killed_run_resumes_to_the_same_bytes(model, corpus, tmp_path, monkeypatch):
     """It reuses the documents that were tokenised."""
-    monkeypatch.setattr("data_prep.documents.sources.PART_BYTES", 2000)
+    monkeypatch.setattr("data_prep.documents.sources.files.PART_BYTES", 2000)
     stage_config = config(model, corpus)
     undisturbed = run(stage_config, tmp_path / "undisturbed")
     read, parts = tokenization.read_part, []

@@ -11,7 +11,7 @@ import pytest
 from datasets import load_from_disk
 
 from bosch.errors import UserError
-from data_prep.documents.conversations import encode_conversation
+from data_prep.documents.encoding import encode_conversation
 from data_prep.documents.tokenizer import TokenizerSpec
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.prepare.run import write_training_data

@@ -54,7 +54,7 @@ LEVELS = {
         ("commands",),
         ("console",),
     ),
-    "data_prep": (("source_files", "compressed"), ("text",), ("tasks",), ("documents",)),
+    "data_prep": (("source_files",), ("text",), ("tasks",), ("documents",)),
     "pipeline": (("recipe",), ("run",), ("commands",), ("cli",), ("__main__",)),
 }
 USES = {

@@ -24,12 +24,12 @@ from transformers import PreTrainedTokenizerFast
 
 from bosch.errors import UserError
 from bosch.progress import Progress
-from data_prep.documents import tokenization, tokenizer
-from data_prep.documents.filters import Filters
+from data_prep.documents import encoding, tokenization
+from data_prep.documents.encoding import Encoder
 from data_prep.documents.packing import DocumentStream, Packed, mix, pack, write_dataset
-from data_prep.documents.sources import Source
+from data_prep.documents.sources import Filters, Source
 from data_prep.documents.tokenization import Block, TokenisedSource, tokenise_source
-from data_prep.documents.tokenizer import Encoder, TokenizerSpec
+from data_prep.documents.tokenizer import TokenizerSpec
 from data_prep.text import pydoc_topics
 from tests.tiny_data import tiny_tokenizer
 
@@ -128,8 +128,8 @@ def test_special_tokens_in_text_are_tokenised_as_text(tmp_path, fast):
 @pytest.mark.parametrize("run", [3, 30, 50, 100, 301])
 def test_a_document_encoded_in_windows_has_the_tokens_of_the_whole(monkeypatch, tmp_path, run):
     """If windows that begin inside a run pair it differently, they overlap more, or are cut."""
-    monkeypatch.setattr(tokenizer, "WINDOW", 128)
-    monkeypatch.setattr(tokenizer, "OVERLAP", 16)
+    monkeypatch.setattr(encoding, "WINDOW", 128)
+    monkeypatch.setattr(encoding, "OVERLAP", 16)
     letters = [*"abcd ", "aa", "aaaa", "bc", "bcd"]
     merges = [("a", "a"), ("aa", "aa"), ("b", "c"), ("bc", "d")]
     backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, merges))
@@ -200,8 +200,8 @@ def test_a_compressed_file_needs_little_memory_for_its_documents(tmp_path, monke
 
 @pytest.mark.parametrize("length", [1, 2000])  # the longer one is read in pieces
 def test_special_tokens_are_kept_if_the_source_says_so(tmp_path, length, monkeypatch):
-    monkeypatch.setattr("data_prep.documents.tokenizer.WINDOW", 2048)
-    monkeypatch.setattr("data_prep.documents.tokenizer.OVERLAP", 256)
+    monkeypatch.setattr("data_prep.documents.encoding.WINDOW", 2048)
+    monkeypatch.setattr("data_prep.documents.encoding.OVERLAP", 256)
     (tmp_path / "corpus").mkdir()
     text = "user: hello " * length + "<|end|>" + "assistant: hello " * length + "<|end|>"
     (tmp_path / "corpus" / "a.txt").write_text(text)
@@ -215,7 +215,7 @@ def test_special_tokens_are_kept_if_the_source_says_so(tmp_path, length, monkeyp
 
 
 def test_bytes_of_a_source_are_those_of_all_its_parts(corpus, monkeypatch):
-    monkeypatch.setattr("data_prep.documents.sources.PART_BYTES", 500)
+    monkeypatch.setattr("data_prep.documents.sources.files.PART_BYTES", 500)
     expected = sum(len(f"text number {i} ") * (i + 1) * 20 for i in range(6))
     assert tokenise(corpus, "shards").text_bytes == expected
 
@@ -300,9 +300,9 @@ def test_a_long_document_has_the_tokens_of_the_whole(monkeypatch, kind):
         backend = sentence_piece_tokenizer([*topics[:3], UNUSUAL])
     encoder = Encoder(TokenizerSpec(""), backend.to_str(), 0)
     [whole] = encoder([text])
-    monkeypatch.setattr("data_prep.documents.tokenizer.OVERLAP", 256)
+    monkeypatch.setattr("data_prep.documents.encoding.OVERLAP", 256)
     for window in (2048, 3001, 9999):
-        monkeypatch.setattr("data_prep.documents.tokenizer.WINDOW", window)
+        monkeypatch.setattr("data_prep.documents.encoding.WINDOW", window)
         pieces = list(encoder.long(text))
         assert len(pieces) > len(text) // window
         assert np.concatenate(pieces).tolist() == whole.tolist()
@@ -310,15 +310,15 @@ def test_a_long_document_has_the_tokens_of_the_whole(monkeypatch, kind):
 
 @pytest.mark.parametrize("text", ["a", "ab" * 5000, " " * 9000, "x" * 4097 + " y"])
 def test_text_without_a_place_to_cut_is_not_lost(monkeypatch, text):
-    monkeypatch.setattr("data_prep.documents.tokenizer.OVERLAP", 256)
-    monkeypatch.setattr("data_prep.documents.tokenizer.WINDOW", 2048)
+    monkeypatch.setattr("data_prep.documents.encoding.OVERLAP", 256)
+    monkeypatch.setattr("data_prep.documents.encoding.WINDOW", 2048)
     ids = np.concatenate(list(tiny_encoder().long(text)))
     assert tiny_tokenizer().decode(ids) == text
 
 
 def test_documents_of_all_sizes_stay_in_order(tmp_path, monkeypatch):
-    monkeypatch.setattr("data_prep.documents.tokenizer.OVERLAP", 64)
-    for module in ("tokenizer", "tokenization"):
+    monkeypatch.setattr("data_prep.documents.encoding.OVERLAP", 64)
+    for module in ("encoding", "tokenization"):
         monkeypatch.setattr(f"data_prep.documents.{module}.WINDOW", 512)
     texts = ["\ufeff" * (i == 2) + f"document {i} é " * (1 + 90 * (i % 3)) for i in range(7)]
     (tmp_path / "corpus").mkdir()
@@ -380,9 +380,9 @@ def test_a_missing_field_matches_nothing(tmp_path):
 @pytest.mark.parametrize("window", [2**17, 64])
 def test_bounds_of_tokens_and_characters(tmp_path, monkeypatch, window):
     """Also of documents that are encoded in windows."""
-    for module in ("tokenizer", "tokenization"):
+    for module in ("encoding", "tokenization"):
         monkeypatch.setattr(f"data_prep.documents.{module}.WINDOW", window)
-    monkeypatch.setattr("data_prep.documents.tokenizer.OVERLAP", 32)
+    monkeypatch.setattr("data_prep.documents.encoding.OVERLAP", 32)
     texts = ["short", "in between " * 10, "much longer " * 40, "tail"]
     sizes = [len(tiny_tokenizer()(text)["input_ids"]) for text in texts]
     (tmp_path / "corpus").mkdir()
@@ -408,7 +408,7 @@ def test_bad_records_are_skipped_up_to_a_number(tmp_path, monkeypatch, caplog, w
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "a.jsonl").write_text("\n".join(lines))
     if workers == 1:
-        monkeypatch.setattr("data_prep.documents.sources.PART_BYTES", 50)
+        monkeypatch.setattr("data_prep.documents.sources.files.PART_BYTES", 50)
     with pytest.raises(UserError, match=r"a\.jsonl, line (3|6|8): ") as caught:
         tokenise(tmp_path, "none", workers, kind="jsonl")
     assert "bad record" not in str(caught.value)

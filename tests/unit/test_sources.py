@@ -17,9 +17,15 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from bosch.errors import RunError, UserError
-from data_prep.documents import sources
-from data_prep.documents.filters import Filters
-from data_prep.documents.sources import KINDS, BadRecord, Source, list_parts, read_part
+from data_prep.documents.sources import (
+    KINDS,
+    BadRecord,
+    Filters,
+    Source,
+    files,
+    list_parts,
+    read_part,
+)
 from data_prep.text import haystack_files
 
 
@@ -82,7 +88,7 @@ TEXTS = [f"{'x' * (i % 7)} é {i}" for i in range(200)]
 
 @pytest.mark.parametrize("part_bytes", [1, 100])
 def test_jsonl_is_read_once_for_any_number_of_parts(tmp_path, monkeypatch, part_bytes):
-    monkeypatch.setattr(sources, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(files, "PART_BYTES", part_bytes)
     (tmp_path / "a.jsonl").write_bytes(lines(TEXTS[:120]) + b"\n  \n")
     (tmp_path / "b.jsonl").write_bytes(lines(TEXTS[120:]).rstrip(b"\n"))
     assert sorted(read(Source("s", "jsonl", str(tmp_path)))) == sorted(TEXTS)
@@ -103,6 +109,7 @@ def test_compressed_jsonl_is_read(tmp_path, kind):
         ("a.jsonl.bz2", bz2.compress(lines(TEXTS))),
         ("a.ndjson.xz", lzma.compress(lines(TEXTS))),
         ("a.jsonl.zst", zstd(b"\xef\xbb\xbf" + lines(TEXTS).replace(b"\n", b"\r\n\r\n"))),
+        ("a.jsonl", gzip.compress(lines(TEXTS))),  # by its content, whatever its name
         ("a.csv", table(TEXTS)),
         ("a.tsv.gz", gzip.compress(b"\xef\xbb\xbf" + table(TEXTS, "\t"))),
         ("a.txt.xz", lzma.compress("\ufeffein Käfer".encode())),
@@ -272,7 +279,7 @@ def test_a_damaged_source_is_reported(tmp_path, kind, name, content, message):
 
 
 def test_line_numbers_in_later_parts_are_those_of_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "PART_BYTES", 50)
+    monkeypatch.setattr(files, "PART_BYTES", 50)
     (tmp_path / "a.jsonl").write_bytes(lines(TEXTS) + b"broken\n")
     with pytest.raises(UserError, match="line 201:"):
         read(Source("s", "jsonl", str(tmp_path)))

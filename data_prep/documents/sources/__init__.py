@@ -3,29 +3,60 @@
 A part is a bounded piece of one source: some text files, a byte range of a JSONL file, a row group,
 a shard. Its documents depend only on the part, so the number of workers does not matter.
 
-A kind of source is a file in this folder whose `KIND` finds and reads the documents. It imports
-numpy and pyarrow only when parts are read, so that keys and checks of recipes are fast.
+A kind of source is an entry of `KINDS` in a file of this folder. The file imports numpy and pyarrow
+only when parts are read, so that keys and checks of recipes are fast.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import pkgutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from bosch.errors import RunError, UserError
-from data_prep.documents.filters import Filters
-from data_prep.documents.mds_index import Shard
 from data_prep.source_files import files_of, is_local
 
-if TYPE_CHECKING:
-    from data_prep.documents.conversations import Conversation
+Messages: TypeAlias = list[dict[str, Any]]
 
-PART_BYTES = 4 * 2**20
+
+@dataclass(frozen=True)
+class Filters:
+    """Conditions on documents. Bounds are inclusive; tokens exclude the end-of-text token.
+
+    `matches` maps fields to regular expressions, which are searched in their values. A missing or
+    null field matches nothing. Booleans are written true or false, other values as in Python.
+    """
+
+    min_characters: int | None = None
+    max_characters: int | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    matches: Mapping[str, str] = field(default_factory=dict)
+
+    def allow_record(self, record: Mapping[str, Any]) -> bool:
+        """Whether every pattern is found in its field."""
+        for name, pattern in self.matches.items():
+            value = record.get(name)
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            if value is None or not re.search(pattern, text):
+                return False
+        return True
+
+    def allow_text(self, text: str) -> bool:
+        return _within(len(text), self.min_characters, self.max_characters)
+
+    def allow_tokens(self, tokens: int) -> bool:
+        return _within(tokens, self.min_tokens, self.max_tokens)
+
+
+def _within(size: int, low: int | None, high: int | None) -> bool:
+    return (low is None or size >= low) and (high is None or size <= high)
 
 
 @dataclass(frozen=True)
@@ -55,19 +86,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a source: some files, or a part of one file or dataset.
-
-    `start` is a byte (JSONL), a row group (Parquet) or a shard's number (Hugging Face); `stop` is
-    the byte after the part (JSONL); `shard` is a shard of an MDS folder. `retrieval` has no files,
-    but a `seed` and the `most_characters` of a document.
-    """
+    """Some files, or the `piece` of a file or dataset, in its kind's own terms."""
 
     paths: tuple[Path, ...] = ()
-    start: int = 0
-    stop: int = 0
-    shard: Shard | None = None
-    seed: int = 0
-    most_characters: int = 0
+    piece: Any = None
 
 
 @dataclass(frozen=True)
@@ -77,25 +99,42 @@ class BadRecord:
     fault: str
 
 
+@dataclass(frozen=True)
+class Conversation:
+    """A document of messages, and where it is in its source."""
+
+    messages: Messages
+    place: Callable[[], str]
+
+
 # A text, a conversation, or None for a document that a pattern leaves out.
-Document: TypeAlias = "str | Conversation | BadRecord | None"
+Document: TypeAlias = str | Conversation | BadRecord | None
 
 
+@dataclass(frozen=True)
 class Kind:
-    """A kind of source.
+    """A kind of source; `about` describes it in the recipe's reference.
 
-    `about` describes it in the recipe's reference. `needs_path`: its documents are in files; of a
-    folder those are read that end with one of `suffixes`. `has_fields`: they are records with
-    further fields. `is_dataset`: it has subsets and splits. `is_endless`: it generates documents
-    without end, in the order of its parts.
+    `read` yields the texts of a part; or, where there is a `place`, records with a number each, and
+    `place` says where the record of a number is. Without `parts` it generates documents without
+    end, and a piece is (seed, number, sequence length). `find` finds its files; by default those of
+    a folder that end with one of `suffixes`. `identity` names the files whose content identifies
+    the documents; by default all. `is_dataset`: it has subsets and splits.
     """
 
-    about = ""
+    about: str
+    read: Callable[[Part, Source], Iterable[Any]]
+    parts: Callable[[Source], Iterable[Part]] | None = None
+    place: Callable[[Part, Source, int], str] | None = None
     suffixes: tuple[str, ...] = ("",)
-    needs_path = True
-    has_fields = False
-    is_dataset = False
-    is_endless = False
+    find: Callable[[str, str], list[Path]] | None = None
+    identity_files: Callable[[list[Path]], list[Path]] | None = None
+    needs_path: bool = True
+    is_dataset: bool = False
+
+    @property
+    def has_fields(self) -> bool:
+        return self.place is not None
 
     def is_remote(self, path: str) -> bool:
         """Whether the path is a name on the hub."""
@@ -103,87 +142,20 @@ class Kind:
 
     def files(self, where: str, path: str) -> list[Path]:
         """Its files, in order; raises UserError, with `where` as its path, if there are none."""
-        return files_of(where, path, self.suffixes)
+        return self.find(where, path) if self.find else files_of(where, path, self.suffixes)
 
     def identity(self, where: str, path: str) -> list[Path]:
-        """Files whose content identifies the documents."""
-        return self.files(where, path)
-
-    def parts(self, source: Source, seed: int, sequence_length: int) -> Iterable[Part]:
-        """The source's parts; an endless source has an order by `seed`."""
-        raise NotImplementedError
-
-    def read(self, part: Part, source: Source) -> Iterable[Document]:
-        """The documents of a part, as in `read_part`."""
-        raise NotImplementedError
-
-
-class Records(Kind):
-    """A kind whose documents are texts or conversations in records."""
-
-    has_fields = True
-
-    def records(self, part: Part, source: Source) -> Iterable[tuple[int, Any]]:
-        """The records of a part, each with a number for `place`."""
-        raise NotImplementedError
-
-    def place(self, part: Part, source: Source, number: int) -> str:
-        """Where a record is, for a message."""
-        raise NotImplementedError
-
-    def read(self, part: Part, source: Source) -> Iterator[Document]:
-        """Filters come first; a record that passes them and has no text is a `BadRecord`."""
-        conversations = importlib.import_module("data_prep.documents.conversations")
-        field = source.text_field
-        for number, record in self.records(part, source):
-            place = partial(self.place, part, source, number)
-            if isinstance(record, Mapping):
-                if not source.filters.allow_record(record):
-                    yield None
-                    continue
-                if source.loss == "all" and isinstance(text := record.get(field), str):
-                    yield text
-                    continue
-                if (messages := conversations.messages_of(record, field)) is not None:
-                    yield conversations.Conversation(messages, place)
-                    continue
-            yield BadRecord(f"{place()}: {_problem(record, source)}")
-
-
-def _problem(record: Any, source: Source) -> str:
-    field = source.text_field
-    if isinstance(record, BadRecord):
-        return record.fault
-    if not isinstance(record, Mapping):
-        return f"expected an object, found {record!r:.80}"
-    if source.loss == "completion":
-        return "no messages, and no prompt with a completion, as `loss: completion` needs them"
-    if field not in record:
-        return f"no field `{field}` (there is {', '.join(map(str, record)):.200}); set text_field"
-    return f"field `{field}` is {record[field]!r:.80}, not text"
-
-
-def grouped(files: Sequence[Path], part_bytes: int) -> list[Part]:
-    """Parts of at least `part_bytes` from consecutive files; the last may be smaller."""
-    parts: list[Part] = []
-    group: list[Path] = []
-    size = 0
-    for file in files:
-        group.append(file)
-        size += file.stat().st_size
-        if size >= part_bytes:
-            parts.append(Part(tuple(group)))
-            group, size = [], 0
-    return [*parts, Part(tuple(group))] if group else parts
+        files = self.files(where, path)
+        return self.identity_files(files) if self.identity_files else files
 
 
 def list_parts(source: Source, seed: int, sequence_length: int) -> Iterator[Part]:
-    """The source's parts in a random order by `seed`; endless for `retrieval`."""
+    """The source's parts in a random order by `seed`; endless for a kind that generates them."""
     kind = KINDS[source.kind]
-    if kind.is_endless:
-        yield from kind.parts(source, seed, sequence_length)
+    if kind.parts is None:
+        yield from (Part((), (seed, number, sequence_length)) for number in itertools.count())
         return
-    parts = list(kind.parts(source, seed, sequence_length))
+    parts = list(kind.parts(source))
     rng = importlib.import_module("numpy").random.default_rng([seed, 0])
     for index in rng.permutation(len(parts)):
         yield parts[index]
@@ -194,8 +166,13 @@ def read_part(part: Part, source: Source) -> Iterator[Document]:
 
     Raises UserError, which names the source and the files, if they are damaged.
     """
+    kind = KINDS[source.kind]
     try:
-        yield from KINDS[source.kind].read(part, source)
+        if kind.place is None:
+            yield from kind.read(part, source)
+            return
+        for number, record in kind.read(part, source):
+            yield _document(record, source, partial(kind.place, part, source, number))
     except (UserError, RunError):
         raise
     except Exception as error:  # of a library that reads the files
@@ -204,9 +181,47 @@ def read_part(part: Part, source: Source) -> Iterator[Document]:
         raise UserError(f"source {source.name}: {files} cannot be read ({reason})") from error
 
 
+def _document(record: Any, source: Source, place: Callable[[], str]) -> Document:
+    """Filters come first; a record that passes them and has no text is a `BadRecord`."""
+    name = source.text_field
+    if isinstance(record, BadRecord):
+        fault = record.fault
+    elif not isinstance(record, Mapping):
+        fault = f"expected an object, found {record!r:.80}"
+    elif not source.filters.allow_record(record):
+        return None
+    elif source.loss == "all" and isinstance(text := record.get(name), str):
+        return text
+    elif (messages := _messages(record, name)) is not None:
+        return Conversation(messages, place)
+    elif source.loss == "completion":
+        fault = "no messages, and no prompt with a completion, as `loss: completion` needs them"
+    elif name not in record:
+        fault = f"no field `{name}` (there is {', '.join(map(str, record)):.200}); set text_field"
+    else:
+        fault = f"field `{name}` is {record[name]!r:.80}, not text"
+    return BadRecord(f"{place()}: {fault}")
+
+
+def _messages(record: Mapping[str, Any], field: str) -> Messages | None:
+    """The messages in `field` or `messages` of a record, or its `prompt` and `completion`."""
+    for name in (field, "messages"):
+        if isinstance(record.get(name), list):
+            return record[name]
+    prompt, completion = record.get("prompt"), record.get("completion")
+    if prompt is None or completion is None:
+        return None
+    return [*_turns("user", prompt), *_turns("assistant", completion)]
+
+
+def _turns(role: str, value: Any) -> Messages:
+    return [{"role": role, "content": value}] if isinstance(value, str) else list(value)
+
+
 KINDS: dict[str, Kind] = {
-    module.name: importlib.import_module(f"{__name__}.{module.name}").KIND
+    name: kind
     for module in pkgutil.iter_modules(__path__)
+    for name, kind in importlib.import_module(f"{__name__}.{module.name}").KINDS.items()
 }
 
 if TYPE_CHECKING:
