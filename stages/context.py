@@ -85,16 +85,6 @@ class Runtime(Section):
     """Steps between the restart points of training."""
     save_every_minutes: Minutes = 30
     """Minutes after which training writes a restart point at the next step's end."""
-    needle_every_steps: Count | None = None
-    """Steps of training between needle scores on a few of the search's calibration examples;
-    default: none."""
-    needle_samples: Annotated[int, Field(gt=0, le=10_000)] = 16
-    """Examples of each needle score, which is the share with all answer tokens correct."""
-    heldout_every_steps: Count | None = None
-    """Steps of training between losses on sequences that it does not read, by quarter of the
-    sequence; default: none."""
-    heldout_sequences: Annotated[int, Field(gt=0, le=10_000)] = 16
-    """Prepared sequences that are held out from training for this loss."""
     timeout_minutes: Minutes = 360
     """Longest wait of a process for separate work of other processes, and of other nodes for a
     stage of the first one: loading, saving, samples of the evaluation."""

@@ -347,11 +347,6 @@ class ContextParallel:
         chunk_numbers = self._current.split.chunks_of(self.communicator.rank)
         return torch.cat([chunks[chunk] for chunk in chunk_numbers], dim=1)
 
-    def whole(self, local: Tensor) -> Tensor:
-        """Values of all tokens, [B, T], from each process's local [B, 2C]; without gradients."""
-        first, second = self.communicator.all_gather(local.detach()).chunk(2, dim=2)
-        return torch.cat([*first.unbind(), *second.flip(0).unbind()], dim=1)
-
     def _attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
         """As `compute_attention` for local tokens of whole sequences; the context is ignored."""
         assert self._current is not None

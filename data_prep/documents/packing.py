@@ -67,8 +67,8 @@ class DocumentStream:
 
 def mix(
     streams: Sequence[DocumentStream], weights: Sequence[float], tokens: int
-) -> Iterator[tuple[int, np.ndarray]]:
-    """Pairs of stream index and document, `tokens` tokens in all, mixed by weight.
+) -> Iterator[np.ndarray]:
+    """Documents of the streams, `tokens` tokens in all, mixed by weight.
 
     The next document comes from the source that is furthest behind its share, so a source is never
     a whole document ahead. The last document is cut; its stream does not count the rest.
@@ -85,46 +85,43 @@ def mix(
             document = document[: tokens - total]
         emitted[behind] += len(document)
         total += len(document)
-        yield behind, document
+        yield document
 
 
 @dataclass(frozen=True)
 class Packed:
-    """One sequence: signed ids [sequence_length] int32, and lengths and sources of its documents.
+    """One sequence: signed ids [sequence_length] int32, and the lengths of its documents.
 
     The rest of a document that did not fit is a document of the next sequence.
     """
 
     signed: np.ndarray
     document_lengths: list[int]
-    document_sources: list[int]
 
     @property
     def input_ids(self) -> np.ndarray:
         return np.where(self.signed < 0, ~self.signed, self.signed)
 
 
-def pack(documents: Iterable[tuple[int, np.ndarray]], sequence_length: int) -> Iterator[Packed]:
-    """Full sequences of the documents' tokens in order, with the source of each document.
+def pack(documents: Iterable[np.ndarray], sequence_length: int) -> Iterator[Packed]:
+    """Full sequences of the documents' tokens in order.
 
     Tokens at the end that do not fill a sequence are dropped.
     """
     buffer = np.empty(sequence_length, np.int32)
     filled = 0
     lengths: list[int] = []
-    sources: list[int] = []
-    for source, document in documents:
+    for document in documents:
         start = 0
         while start < len(document):
             piece = document[start : start + sequence_length - filled]
             buffer[filled : filled + len(piece)] = piece
             lengths.append(len(piece))
-            sources.append(source)
             filled += len(piece)
             start += len(piece)
             if filled == sequence_length:
-                yield Packed(buffer.copy(), lengths, sources)
-                filled, lengths, sources = 0, [], []
+                yield Packed(buffer.copy(), lengths)
+                filled, lengths = 0, []
 
 
 def write_dataset(
@@ -137,7 +134,7 @@ def write_dataset(
     """Write `count` sequences in order, as a dataset that `datasets.load_from_disk` opens.
 
     Columns: `input_ids`, a list of `sequence_length` int32; `document_lengths`, a list of int32
-    that sums to `sequence_length`; `document_sources`, the documents' source numbers, int32; and
+    that sums to `sequence_length`; and
     `labels`, if wanted: the ids, with `IGNORED` for those that are not learnt.
     """
     from datasets import DatasetInfo, Features, Value
@@ -146,7 +143,6 @@ def write_dataset(
     columns = {
         "input_ids": ListOf(Value("int32"), length=sequence_length),
         "document_lengths": ListOf(Value("int32")),
-        "document_sources": ListOf(Value("int32")),
     }
     if with_labels:
         columns["labels"] = columns["input_ids"]
@@ -180,7 +176,6 @@ def _write_file(path: Path, sequences: Iterator[Packed], length: int, schema: An
             columns = {
                 "input_ids": _fixed_lists(np.where(signed < 0, ~signed, signed)),
                 "document_lengths": [packed.document_lengths for packed in batch],
-                "document_sources": [packed.document_sources for packed in batch],
                 "labels": _fixed_lists(np.where(signed < 0, IGNORED, signed)),
             }
             columns = {name: columns[name] for name in schema.names}

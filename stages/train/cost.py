@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
-from bosch.budget import LayerHeads, window_shares
+from bosch.budget import window_shares
 from bosch.errors import UserError
 from bosch.objective.decoder_shape import DecoderShape
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices
@@ -54,7 +51,6 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
         computed += shape.forward_flops(tokens, length)
     if checkpointing != "none":
         computed += _recomputed_flops(shape, checkpointing, flops + unneeded, tokens)
-    computed += _score_flops(loaded, rows, processes)
     efficiency = devices.efficiency or (EXPERTS_EFFICIENCY if shape.experts else EFFICIENCY)
     saved = len(train.checkpoint_steps) * shape.parameters * BYTES[recipe[MaterializeConfig].dtype]
     # The older restart point is kept until the newer is complete.
@@ -97,18 +93,3 @@ def _recomputed_flops(
     if checkpointing == "attention":  # only matrix products: attention's output is saved
         forward = 2.0 * shape.active_parameters * tokens
     return forward - 2.0 * shape.table * tokens
-
-
-def _score_flops(loaded: LoadedRecipe, layers: Sequence[LayerHeads], processes: int) -> float:
-    """Operations of the needles and held-out losses during training."""
-    runtime, prepare = loaded.recipe.runtime, loaded.recipe[PrepareConfig]
-    groups, flops = max(1, processes // runtime.context_parallel), 0.0
-    for every, samples, length in (
-        (runtime.needle_every_steps, runtime.needle_samples, prepare.calibration.length),
-        (runtime.heldout_every_steps, runtime.heldout_sequences, prepare.sequence_length),
-    ):
-        if every:  # the last step has a score too
-            runs = math.ceil(loaded.recipe[TrainConfig].optimizer_steps / every)
-            tokens = runs * math.ceil(samples / groups) * groups * length
-            flops += shape_of(loaded).forward_flops(tokens, length, window_shares(layers))
-    return flops

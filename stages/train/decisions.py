@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import statistics
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,21 +17,6 @@ import torch.distributed as dist
 
 from bosch.this_process import STOP_SIGNALS
 from stages.context import Runtime
-
-_MIN_TIMED = 5  # steps before the timeout is computed from their time
-TIMEOUT_FACTOR = 20  # of the median of the last steps
-MIN_STEP_TIMEOUT = 2.0  # minutes
-
-
-def step_timeout(seconds: Sequence[float], longest: float) -> float:
-    """Minutes after which a process waiting in a step considers another process lost.
-
-    `TIMEOUT_FACTOR` times the median of the last steps' `seconds`, at least `MIN_STEP_TIMEOUT` and
-    at most `longest` minutes; `longest` before `_MIN_TIMED` steps.
-    """
-    if len(seconds) < _MIN_TIMED:
-        return longest
-    return min(longest, max(MIN_STEP_TIMEOUT, TIMEOUT_FACTOR * statistics.median(seconds) / 60))
 
 
 class RestartTimer:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,15 +31,14 @@ from stages.context import Runtime
 from stages.formats import format_bytes
 from stages.published import TENSORBOARD
 from stages.train.checkpoint import CheckpointWriter
-from stages.train.data import Batch, Collate, PackedSequences, SourceTokens
-from stages.train.decisions import RestartTimer, step_timeout
+from stages.train.data import Batch, Collate, PackedSequences
+from stages.train.decisions import RestartTimer
 from stages.train.loss import IGNORED
 from stages.train.metrics import MetricsLog, Stopwatch, peak_flops, peak_memory
 from stages.train.parallel import sharding_layout
 from stages.train.schedule import Schedule
 from stages.train.stage import METRICS, TrainConfig
-from stages.train.storage import RestartPoints, disk_errors, restart_step
-from stages.train.watch import HeldOutWatch, NeedleWatch
+from stages.train.storage import RestartPoints, disk_errors, loading, restart_step
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +57,6 @@ class Loop:
     model: Any
     optimizer: Any
     data: PackedSequences
-    sources: SourceTokens
     collate: Collate
     schedule: Schedule
     train: TrainConfig
@@ -68,8 +65,6 @@ class Loop:
     restarts: RestartPoints
     checkpoint_writer: CheckpointWriter
     metrics_log: MetricsLog | None
-    needles: NeedleWatch | None
-    held_out: HeldOutWatch | None
     flops: float  # of a step
     planned_memory: float  # bytes of this process at the peak, as `plan` computes them
     step: int = 0
@@ -77,7 +72,6 @@ class Loop:
     def __post_init__(self) -> None:
         self.timer = RestartTimer(self.runtime, self.accelerator.device)
         self.stopwatch = Stopwatch()
-        self._seconds: deque[float] = deque(maxlen=20)  # of the last steps
         self._peak_flops = peak_flops(self.accelerator.num_processes)
 
     def run(self) -> None:
@@ -97,13 +91,9 @@ class Loop:
             loss = self.forward_backward(batches, predicted)
             norm = self.clip()
             self.update(loss, norm)
-            limit_collectives(self.step_timeout)  # no process loads or compiles now
-            scores = self.score()
+            limit_collectives(self.runtime.collective_timeout_minutes)  # all have compiled now
             is_due, stop = self.timer.decide(self.step)
-            self.log(loss, norm, scores)
-            held_out = scores.get("heldout_loss", 0.0)
-            if not math.isfinite(held_out):  # this step's update must not be saved
-                raise self.divergence(f"the held-out loss is {held_out}")
+            self.log(loss, norm)
             self.save(is_due)
             profiler.step()
             if self.step == first + 1 and self.metrics_log is not None:
@@ -206,49 +196,28 @@ class Loop:
         """Update the weights; raises RunError if the loss or the gradient's norm is not finite."""
         for name, value in (("loss", loss), ("grad_norm", norm)):
             if not math.isfinite(value):
-                raise self.divergence(f"{name} is {value}")
+                tokens = self.step * self.schedule.batch_tokens
+                raise RunError(
+                    f"training diverged: {name} is {value} at step {self.step} ({tokens:,} "
+                    f"tokens); {_ADVICE}"
+                )
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def divergence(self, fault: str) -> RunError:
-        tokens = self.step * self.schedule.batch_tokens
-        return RunError(
-            f"training diverged: {fault} at step {self.step} ({tokens:,} tokens); {_ADVICE}"
-        )
-
-    @property
-    def step_timeout(self) -> float:
-        """Timeout, in minutes, of waiting for other processes in a step."""
-        return step_timeout(self._seconds, self.runtime.collective_timeout_minutes)
-
-    def score(self) -> dict[str, Any]:
-        """The scores that are due, by their name in the metrics."""
-        scores: dict[str, Any] = {}
-        step, device = (self.step, self.schedule.steps), self.accelerator.device
-        with self.stopwatch.timed("scores"):
-            if self.needles is not None and self.needles.is_due(*step):
-                scores["needle_score"] = self.needles.score(self.model, device)
-            if self.held_out is not None and self.held_out.is_due(*step):
-                scores |= self.held_out.score(self.model, device)
-        return scores
-
-    def log(self, loss: float, norm: float, scores: dict[str, Any]) -> None:
-        """Record the step's time, for `step_timeout`, and write its line of the metrics."""
+    def log(self, loss: float, norm: float) -> None:
+        """Write the step's line of the metrics."""
         seconds, by_name = self.stopwatch.read()
-        checkpoints = by_name.get("checkpoint", 0.0)
-        seconds = max(seconds - checkpoints - by_name.get("scores", 0.0), 1e-9)
-        self._seconds.append(seconds)
         if self.metrics_log is None:
             return
+        checkpoints = by_name.get("checkpoint", 0.0)
+        seconds = max(seconds - checkpoints, 1e-9)
         peak = self._peak_flops  # None if unknown
         with disk_errors(METRICS, self.restarts.directory.parent):
             self.metrics_log.write(
                 self.step, loss, norm, learning_rate=self.learning_rate,
-                **scores,
                 tokens_per_second=round(self.schedule.batch_tokens / seconds, 1),
                 mfu=self.flops / seconds / peak if peak else None,
                 memory=peak_memory(),
-                source_tokens=self.sources.until(self.step * self.schedule.sequences) or None,
                 data_seconds=round(by_name.get("data", 0.0), 3),
                 checkpoint_seconds=round(checkpoints, 3),
             )  # fmt: skip
@@ -272,7 +241,7 @@ class Loop:
                 self.restarts.save(
                     state, self.step, sharding_layout(runtime), runtime.timeout_minutes
                 )
-        limit_collectives(self.step_timeout)
+        limit_collectives(runtime.collective_timeout_minutes)
 
     def write_checkpoint(self, tokens: int) -> None:
         """Write the checkpoint `tokens-<tokens>`."""
@@ -280,13 +249,10 @@ class Loop:
         sharded = self.model.optimizer if self.runtime.sharding == "deepspeed" else None
         if sharded is not None:
             sharded.checkpoint_event_prologue()
-        self.checkpoint_writer.write(
-            tokens, self.unwrapped, self.train.lora, self.step * self.schedule.batch_tokens,
-        )  # fmt: skip
+        trained = self.step * self.schedule.batch_tokens
+        self.checkpoint_writer.write(tokens, self.unwrapped, self.train.lora, trained)
         if sharded is not None:
             sharded.checkpoint_event_epilogue()
-        with disk_errors("a checkpoint's record", self.restarts.directory.parent):
-            self.restarts.record_checkpoint(tokens)
 
     @property
     def unwrapped(self) -> Any:
@@ -327,7 +293,7 @@ class Loop:
             parameter_state["step"].zero_()
 
     def resume(self, point: Path) -> None:
-        with self.restarts.loading(point):
+        with loading(point):
             state = self.state()
             dcp.load(state, checkpoint_id=point)
             if self.runtime.sharding == "deepspeed":

@@ -22,8 +22,6 @@ IGNORED = -100  # label of a position that is not predicted
 
 # Sum over the tokens of a slice of [0, N), from their logits [n, V] in float32.
 ChunkLoss = Callable[[Tensor, slice], Tensor]
-# A number for each of n tokens, from their logits [n, V] and labels [n].
-Measure = Callable[[Tensor, Tensor], Tensor]
 # Sum over all tokens, from the output head and its inputs [N, C].
 HeadLoss = Callable[[Any, Tensor], Tensor]
 # A micro-batch's loss from the config, ids, next tokens or IGNORED, and positions, [B, T] each.
@@ -123,26 +121,6 @@ def cross_entropy(labels: Tensor) -> ChunkLoss:
     return chunk_loss
 
 
-def mistakes(logits: Tensor, labels: Tensor) -> Tensor:
-    """Which of `labels` [n] are not the most likely token; False for `IGNORED` ones."""
-    return (logits.argmax(-1) != labels) & (labels != IGNORED)
-
-
-def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy in nats of each of `labels` [n]; 0 for `IGNORED` ones."""
-    return nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
-
-
-def recording(measure: Measure, labels: Tensor, values: Tensor) -> ChunkLoss:
-    """A loss of 0 that writes the `measure` of every token to `values` [N]."""
-
-    def chunk_loss(logits: Tensor, rows: slice) -> Tensor:
-        values[rows] = measure(logits, labels[rows]).float()
-        return values.new_zeros(())
-
-    return chunk_loss
-
-
 def liger_cross_entropy(head: Any, states: Tensor, labels: Tensor, config: Any) -> Tensor:
     """The sum of the cross-entropy by Liger's fused kernel."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
@@ -174,8 +152,7 @@ def install_loss(
     for any module. With `liger` its kernel computes the loss, except for scaled logits (Cohere,
     Granite) and `distillation`, for which it is computed in chunks.
 
-    With a `measure` the forward pass returns its values [B, T] instead of the loss. With
-    `context_parallel` it takes whole sequences and computes this process's tokens; the loss is
+    With `context_parallel` it takes whole sequences and computes this process's tokens; the loss is
     their part of the sum.
     """
     config = model.config
@@ -192,7 +169,6 @@ def install_loss(
         labels: Tensor,
         position_ids: Tensor | None = None,
         num_items_in_batch: int | None = None,
-        measure: Measure | None = None,
     ) -> dict[str, Tensor]:
         targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         # The loss is 0 if nothing is predicted.
@@ -203,12 +179,7 @@ def install_loss(
             input_ids, targets = (context_parallel.local(ids) for ids in (input_ids, targets))
         flat_targets = targets.flatten()
         loss_of: HeadLoss
-        values = torch.zeros(flat_targets.shape if measure else 0, device=flat_targets.device)
-        if measure is not None:
-            loss_of = partial(
-                head_loss, config=config, chunk_loss=recording(measure, flat_targets, values)
-            )
-        elif distillation is not None:
+        if distillation is not None:
             loss_of = distillation(config, input_ids, targets, position_ids)
         elif uses_liger:
             loss_of = partial(liger_cross_entropy, labels=flat_targets, config=config)
@@ -217,11 +188,6 @@ def install_loss(
         decoder = self.get_decoder()
         output = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False)
         loss = self.get_output_embeddings()(output.last_hidden_state, loss_of)
-        if measure is not None:
-            values = values.view_as(targets)
-            if context_parallel is not None:
-                values = context_parallel.whole(values)
-            return {"values": values}
         return {"loss": loss / count}
 
     head = model.get_output_embeddings()

@@ -89,8 +89,8 @@ class MetricsLog:
         }
         self.records.append(record)
         self._journal.append(record)
-        for name, value in numbers(record):
-            if name not in ("step", "tokens", "seconds"):
+        for name, value in record.items():
+            if value is not None and name not in ("step", "tokens", "seconds"):
                 self._tensorboard.add_scalar(f"train/{name}", float(value), step)
         self._log_line(record)
 
@@ -118,17 +118,6 @@ class MetricsLog:
         self._tensorboard.close()
 
 
-def numbers(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """A record's numbers by name; those in lists by index, those in dicts by key."""
-    for name, value in record.items():
-        if isinstance(value, list):
-            yield from ((f"{name}/{i}", item) for i, item in enumerate(value) if item is not None)
-        elif isinstance(value, dict):
-            yield from ((f"{name}/{key}", item) for key, item in value.items())
-        elif value is not None:
-            yield name, value
-
-
 def _step(record: dict[str, Any]) -> dict[str, Any]:
     """The record; raises ValueError if it is not a step's."""
     TrainingStep.model_validate(record)
@@ -136,9 +125,7 @@ def _step(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """The value with None instead of numbers that JSON lacks, also in a list."""
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
+    """The value, or None for a number that JSON lacks."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -157,10 +144,6 @@ def _details(record: dict[str, Any]) -> str:
         seconds = record.get(f"{name}_seconds", 0.0)
         if seconds >= _MIN_LOGGED_SECONDS:
             notes.append(f"{name} {format_seconds(seconds)}")
-    if "needle_score" in record:
-        notes.append(f"needle score {record['needle_score']:.3f}")
-    if "heldout_loss" in record:
-        notes.append(f"held-out loss {_text(record['heldout_loss'], '.4f')}")
     return "".join(f", {note}" for note in notes)
 
 

@@ -23,10 +23,10 @@ from bosch.ranks import limit_collectives, partners_alive
 from bosch.this_process import world_size
 from stages.context import StageConfig
 from stages.materialize.stage import MODEL, MaterializeConfig
-from stages.prepare.stage import PACKED_DATA, PrepareConfig
+from stages.prepare.stage import PACKED_DATA
 from stages.train import parallel
 from stages.train.checkpoint import CheckpointWriter
-from stages.train.data import PackedSequences, SourceTokens, collate, collate_documents
+from stages.train.data import PackedSequences, collate, collate_documents
 from stages.train.distillation import TeacherLoss, load_teacher
 from stages.train.loop import Loop
 from stages.train.memory import TrainingJob
@@ -42,9 +42,8 @@ from stages.train.model import (
 from stages.train.optimizer import make_optimizer, parameter_groups
 from stages.train.schedule import make_schedule
 from stages.train.stage import CHECKPOINTS, METRICS, TrainConfig, TrainingSummary, checkpoint_name
-from stages.train.storage import RestartPoints, restart_step, wait
+from stages.train.storage import RestartPoints, checkpoint_hashes, restart_step, wait
 from stages.train.trainable import first_adapters, untrained_parameters
-from stages.train.watch import make_held_out_watch, make_needle_watch
 
 logger = logging.getLogger(__name__)
 
@@ -62,13 +61,13 @@ def run(
     if TrainingSummary.finished(work_dir) is None:
         _train(config, inputs, work_dir)
     else:  # killed after the summary, perhaps before removing the restart points
-        RestartPoints(work_dir, config.section).remove()
+        RestartPoints(work_dir).remove()
     return TrainingSummary.read(work_dir).content
 
 
 def _train(config: StageConfig[TrainConfig], inputs: Mapping[str, Path], work_dir: Path) -> None:
     config = replace(config, runtime=parallel.actual_sharding(config.runtime))
-    restarts = RestartPoints(work_dir, config.section)
+    restarts = RestartPoints(work_dir)
     restarts.check_layout(parallel.sharding_layout(config.runtime))
     loop = build_loop(config, inputs, work_dir, restarts)
     try:
@@ -89,9 +88,9 @@ def _train(config: StageConfig[TrainConfig], inputs: Mapping[str, Path], work_di
             "point"
         )
     with partners_alive():
-        whole = restarts.whole_checkpoints(loop.step)
+        checkpoints = checkpoint_hashes(work_dir)
         if loop.metrics_log is not None:
-            _write_summary(loop, loop.metrics_log, work_dir, whole)
+            _write_summary(loop, loop.metrics_log, work_dir, checkpoints)
             restarts.remove()
         wait()
     parallel.leave_process_group()
@@ -105,11 +104,10 @@ def build_loop(
 ) -> Loop:
     """A loop with data, model and optimizer, ready to start or resume."""
     train = config.section
-    data = PackedSequences(inputs["prepare"] / PACKED_DATA)
+    data = PackedSequences(inputs["prepare"] / PACKED_DATA, config.seed)
     schedule = make_schedule(
         train, config.runtime, data.sequence_length, world_size(), torch.cuda.is_available()
     )
-    data.arrange(schedule, config.seed)
     model_dir = inputs["materialize"] / MODEL
     # Before DeepSpeed is set up, which would shard the meta models used for counts and flags.
     untrained = untrained_parameters(model_dir, config.model.trust_remote_code)
@@ -125,17 +123,15 @@ def build_loop(
     runtime = config.runtime.model_copy(update={"checkpointing": memory.checkpointing})
     logger.info("activations that are recomputed: %s", runtime.checkpointing)
     config = replace(config, runtime=runtime)
-    collate_rows = collate_documents if train.document_masking else collate
     if accelerator.is_main_process:
         remove(work_dir / TrainingSummary.FILE)
     with partners_alive():
         accelerator.wait_for_everyone()
-        restarts.check_shared_disk(runtime.timeout_minutes)
+        restarts.check_shared_disk()
         point = restarts.latest()
     model, optimizer = _prepared_model(config, model_dir, accelerator, untrained)
-    metrics_log, prepare = None, config.upstream.get("prepare")
+    metrics_log = None
     max_shard_size = config.upstream_section(MaterializeConfig).max_shard_size
-    sources = prepare.sources if isinstance(prepare, PrepareConfig) else []
     if accelerator.is_main_process:
         done_steps = restart_step(point) if point else 0
         metrics_log = MetricsLog(work_dir, schedule, done_steps)
@@ -144,8 +140,7 @@ def build_loop(
         model=model,
         optimizer=optimizer,
         data=data,
-        sources=SourceTokens(data, [source.name for source in sources]),
-        collate=collate_rows,
+        collate=collate_documents if train.document_masking else collate,
         schedule=schedule,
         train=train,
         runtime=runtime,
@@ -155,8 +150,6 @@ def build_loop(
             work_dir, model_dir, saved_dtype(model_dir), max_shard_size
         ),
         metrics_log=metrics_log,
-        needles=make_needle_watch(runtime, inputs),
-        held_out=make_held_out_watch(data, collate_rows, runtime),
         flops=flops,
         planned_memory=memory.peak,
     )
@@ -212,10 +205,7 @@ def _prepared_model(
 def _write_summary(
     loop: Loop, metrics_log: MetricsLog, work_dir: Path, checkpoints: dict[str, dict[str, str]]
 ) -> None:
-    """Write summary.json, the last file of a finished work directory.
-
-    `checkpoints` are the whole ones, with the hashes of their files.
-    """
+    """Write summary.json, the last file of a finished work directory."""
     schedule, hashes = loop.schedule, file_hashes(work_dir, [METRICS])
     for name, files in checkpoints.items():
         hashes |= {f"{CHECKPOINTS}/{name}/{file}": digest for file, digest in files.items()}
@@ -227,6 +217,6 @@ def _write_summary(
         seconds=round(metrics_log.seconds, 3),
         processes=world_size(),
         sharding=loop.runtime.sharding,
-        checkpoints={name: steps[name] for name in checkpoints},
+        checkpoints={name: step for name, step in steps.items() if name in checkpoints},
         sha256=hashes,
     ).write(work_dir)

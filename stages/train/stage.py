@@ -143,10 +143,7 @@ class TrainingStep(Record):
     """A line of train/metrics.jsonl; `tokens` and `seconds` count from the start of training.
 
     Loss and norm are None if not finite. `tokens_per_second` and `mfu` leave out the
-    `checkpoint_seconds` since the step before and the time of scores.
-    `memory`: peak bytes of the first process. `heldout_loss` is in nats per token,
-    `heldout_by_position` by quarter of the sequence, None for a quarter without predictions.
-    `source_tokens` are the tokens read so far from each source of prepare.
+    `checkpoint_seconds` since the step before. `memory`: peak bytes of the first process.
     """
 
     step: int
@@ -160,11 +157,7 @@ class TrainingStep(Record):
     memory: int | None = None
     data_seconds: float | None = None
     checkpoint_seconds: float | None = None
-    needle_score: float | None = None
     seconds_left: float | None = None
-    heldout_loss: float | None = None
-    heldout_by_position: list[float | None] | None = None
-    source_tokens: dict[str, int] | None = None
 
 
 def read_metrics(train: Path) -> list[TrainingStep]:
@@ -266,13 +259,11 @@ def _token_faults(loaded: LoadedRecipe, train: TrainConfig) -> Iterator[Fault]:
         size = runtime.context_parallel
     yield from batch_faults(train, runtime, prepare.sequence_length, size)
     tokens = train.optimizer_steps * train.batch_tokens
-    if runtime.heldout_every_steps is not None:
-        tokens += runtime.heldout_sequences * prepare.sequence_length
     if prepare.train_tokens < tokens:
         yield Fault(
             "prepare.train_tokens",
-            f"{prepare.train_tokens:,} is less than the {tokens:,} tokens that training reads and "
-            "holds out (train.total_tokens in whole batches, runtime.heldout_sequences)",
+            f"{prepare.train_tokens:,} is less than the {tokens:,} tokens that training reads "
+            "(train.total_tokens in whole batches)",
         )
     if max(train.checkpoint_tokens, default=0) > train.total_tokens:
         yield Fault(

@@ -31,8 +31,7 @@ from bosch.parallel.context import (
     split_attention,
 )
 from bosch.window import Window
-from stages.train.loss import install_loss, token_losses
-from stages.train.watch import NeedleWatch
+from stages.train.loss import install_loss
 from tests import fake_varlen
 from tests.hybrid_case import TESTED, mask_of, small_config, small_model, tokens
 from tests.rank_processes import on_ranks
@@ -160,14 +159,12 @@ def compare_models(family: str, shared: ContextParallel) -> None:
     positions = torch.arange(LENGTH).repeat(2, 1)
     positions[0, 19:] -= 19
     batch = {"input_ids": ids, "labels": labels, "position_ids": positions}
-    losses, gradients, values = [], [], []
+    losses, gradients = [], []
     for split in (None, shared):
         install_loss(hybrid, context_parallel=split)
         if split is not None:
             split.install(hybrid)
             split.check(hybrid)
-        with torch.no_grad():
-            values.append(hybrid(**batch, measure=token_losses)["values"])
         loss = hybrid(**batch, num_items_in_batch=90)["loss"]
         weights = [p for p in hybrid.parameters() if p.requires_grad]
         grads = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
@@ -176,27 +173,8 @@ def compare_models(family: str, shared: ContextParallel) -> None:
         if split is not None:
             dist.all_reduce(losses[1])
             dist.all_reduce(gradients[1])
-    assert values[0].shape == values[1].shape == ids.shape
-    torch.testing.assert_close(values[0], values[1], atol=1e-5, rtol=1e-5, msg=family)
     torch.testing.assert_close(losses[0], losses[1], atol=0, rtol=1e-6, msg=family)
     torch.testing.assert_close(*gradients, atol=2e-6, rtol=1e-4, msg=family)
-
-
-def score_needles(shared: ContextParallel) -> None:
-    """Samples of unequal lengths, half of them answered: every rank gets the same score."""
-    base = small_model("qwen3")
-    hybrid = materialize(base, mask_of(base.config, Window(5, 2)))
-    samples = []
-    for number in range(4):
-        ids = tokens(1, 13 + 3 * number, seed=number)[0].tolist()
-        if number % 2:
-            with torch.no_grad():
-                ids[-1] = int(hybrid(torch.tensor([ids[:-1]])).logits[0, -1].argmax())
-        samples.append((ids, 1))
-    install_loss(hybrid, context_parallel=shared)
-    shared.install(hybrid)
-    watch = NeedleWatch(samples, 1, dist.get_world_size())
-    assert watch.score(hybrid, torch.device("cpu")) >= 0.5
 
 
 def refuse_models(shared: ContextParallel) -> None:
@@ -218,7 +196,6 @@ def models_on_ranks(*families: str) -> None:
     refuse_models(shared)
     for family in families:
         compare_models(family, shared)
-    score_needles(shared)
 
 
 def test_models_on_split_sequences_equal_those_of_one_process() -> None:
@@ -246,7 +223,7 @@ def test_training_on_split_sequences_equals_that_of_one_process(
     """With 32 tokens, 8 or 4 to a chunk, and a window of 6."""
     changes: dict[str, Any] = {
         "train": {**train, "total_tokens": 384, "checkpoint_tokens": []},
-        "runtime": {"heldout_every_steps": 1, "heldout_sequences": 3, "micro_batch_size": 1},
+        "runtime": {"micro_batch_size": 1},
     }
     train_here(case, tmp_path / "one", **changes)
     changes["runtime"] |= {
@@ -257,5 +234,5 @@ def test_training_on_split_sequences_equals_that_of_one_process(
     # AdamW scales up the rounding of a small divergence's gradients.
     near = 1e-4 if "teacher" in train else 1e-6
     for ours, theirs in zip(metrics(tmp_path / "many"), metrics(tmp_path / "one"), strict=True):
-        for name in ("loss", "grad_norm", "heldout_loss", "heldout_by_position"):
+        for name in ("loss", "grad_norm"):
             assert ours[name] == pytest.approx(theirs[name], rel=near), (name, ours["step"])

@@ -184,7 +184,7 @@ def measured_load(case: str, work_dir: str, changes: str) -> None:
     run.load_for_training = load_from_here
     # DeepSpeed's copies for its optimizer do not belong to loading.
     Accelerator.prepare = lambda self, *parts: parts
-    loop = run.build_loop(config, inputs, work, RestartPoints(work, config.section))
+    loop = run.build_loop(config, inputs, work, RestartPoints(work))
     gc.collect()
     measured = {"peak": meter.peak() - before, "kept": meter.in_use() - before}
     measured["parameters"] = sum(getattr(p, "ds_numel", p.numel()) for p in loop.model.parameters())

@@ -6,7 +6,6 @@ import copy
 import json
 import math
 import os
-import shutil
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -23,11 +22,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from bosch.files import file_digest
 from bosch.model.loading import load_config
 from bosch.objective.decoder_shape import DecoderShape
 from stages.context import Runtime
-from stages.train import decisions
 from stages.train.checkpoint import CheckpointWriter
 from stages.train.cost import restart_point_bytes
 from stages.train.loop import Loop
@@ -81,17 +78,6 @@ def test_recomputation_and_offloading_change_no_bit_in_two_processes(
         assert done.returncode == 0, done.stderr
     assert metrics(tmp_path / "attention") == metrics(tmp_path / "none")
     assert int((tmp_path / "attention" / "offloaded.1").read_text())
-
-
-def _copy_without_optimizer(point: Path, name: str) -> None:
-    """Copy a restart point so that its files match its hashes, but cannot be loaded."""
-    copy = shutil.copytree(point, point.with_name(name))
-    record = json.loads((copy / "whole.json").read_text())
-    record["step"] = int(name.removeprefix("step-"))
-    for file in (file for file in record["sha256"] if file.endswith(".distcp")):
-        (copy / file).write_bytes(b"no state of an optimizer")
-        record["sha256"][file] = file_digest(copy / file)
-    (copy / "whole.json").write_text(json.dumps(record))
 
 
 def tensor_bytes(point: Path) -> int:
@@ -160,11 +146,6 @@ def test_two_processes_train_like_one_and_resume(
     )
     # The moments of each weight include a count of steps.
     assert tensor_bytes(tmp_path / "restart" / "step-4") == pytest.approx(stated, rel=2e-3)
-    if sharding == "deepspeed":
-        _copy_without_optimizer(tmp_path / "restart" / "step-4", "step-6")
-        damaged = train_in_processes(case, tmp_path, 2, **changes)
-        assert "RunError: the restart point" in damaged.stderr, damaged.stderr
-        assert (tmp_path / "restart" / "damaged-step-6").is_dir()
     done = train_in_processes(case, tmp_path, 2, **changes)
     assert done.returncode == 0, done.stderr
     assert "resuming from step-4" in done.stderr
@@ -226,12 +207,9 @@ def test_after_a_lost_node_more_processes_resume_from_a_complete_point(
     assert killed.returncode != 0
     message = "LostRankError: another process of this run does not answer"
     assert message in killed.stderr, killed.stderr
-    shard = next((tmp_path / "restart" / "step-6").glob("__1_0.distcp"))
-    shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2].ljust(shard.stat().st_size))
     done = train_in_processes(case, tmp_path, 4, per_node=2, **changes)
     assert done.returncode == 0, done.stderr
-    assert "step-6 is damaged" in done.stderr and "__1_0.distcp has other content" in done.stderr
-    assert "resuming from step-4" in done.stderr
+    assert "resuming from step-6" in done.stderr
     assert losses(tmp_path) == pytest.approx(losses(one_process), rel=5e-4)
 
 
@@ -363,10 +341,7 @@ def test_a_hanging_rank_counts_as_lost_and_one_that_saves_for_long_does_not(
 ) -> None:
     """A collective may take 5 seconds in a step here, but minutes while ranks wait for saving, or
     for the first rank's work at the end.
-
-    Once the time of a step is known, the limit is a multiple of it, not the recipe's.
     """
-    limits = {"step": 15, "save": 5 / 60}
 
     def train(slow: str) -> subprocess.CompletedProcess[str]:
         changes: dict[str, Any] = {
@@ -374,13 +349,13 @@ def test_a_hanging_rank_counts_as_lost_and_one_that_saves_for_long_does_not(
                 "total_tokens": 1280 if slow == "step" else 512,
                 "checkpoint_tokens": [],
             },
-            "runtime": {"collective_timeout_minutes": limits[slow], "save_every_steps": 3},
+            "runtime": {"collective_timeout_minutes": 5 / 60, "save_every_steps": 3},
         }
         arguments = [str(case), str(tmp_path / slow), json.dumps(changes), slow]
         return run_module(f"{__name__}:slow_training", arguments, 2)
 
     with ThreadPoolExecutor() as pool:  # they wait most of the time
-        step, save = pool.map(train, limits)
+        step, save = pool.map(train, ("step", "save"))
     assert "LostRankError: another process of this run does not answer" in step.stderr
     assert "Timed out waiting 5000ms" in step.stderr and step.returncode != 0
     assert save.returncode == 0, save.stderr
@@ -398,7 +373,6 @@ def slow_training(case: str, work_dir: str, changes: str, slow: str) -> None:
 
         return wait_and_run
 
-    decisions.MIN_STEP_TIMEOUT, decisions.TIMEOUT_FACTOR = 5 / 60, 0
     if slow == "save":
         RestartPoints.publish = delayed(RestartPoints.publish, 6.0)  # type: ignore[method-assign]
         RestartPoints.remove = delayed(RestartPoints.remove, 6.0)  # type: ignore[method-assign]

@@ -81,16 +81,11 @@ def test_outputs_have_their_documented_form(model, corpus, tmp_path):
     assert (mine["target_share"], made["target_share"]) == (0.75, 0.25)
     assert 0.5 < mine["share"] < 0.85
     train = load_from_disk(str(out / "train"))
-    counted = [0, 0]
-    for row in train:
-        for source, length in zip(row["document_sources"], row["document_lengths"], strict=True):
-            counted[source] += length
-    assert [mine["tokens"], made["tokens"]] == counted and sum(counted) == 47 * 64
+    counted = [mine["tokens"], made["tokens"]]
+    assert sum(counted) == 47 * 64
     assert [mine["share"], made["share"]] == [tokens / (47 * 64) for tokens in counted]
     assert statistics["documents"] == mine["documents"] + made["documents"]
-    assert len(train) == 47 and set(train.column_names) == {
-        "input_ids", "document_lengths", "document_sources"
-    }  # fmt: skip
+    assert len(train) == 47 and set(train.column_names) == {"input_ids", "document_lengths"}
     assert all(sum(lengths) == 64 for lengths in train["document_lengths"])
     assert not (out / "tokens").exists()
     assert (out / "tokenizer" / "tokenizer.json").exists()

@@ -40,7 +40,7 @@ def test_packing_loses_no_token_and_keeps_the_spans_of_documents(lengths, sequen
     for length in lengths:
         documents.append(np.arange(start, start + length, dtype=np.int32))
         start += length
-    packed = list(pack(enumerate(documents), sequence_length))
+    packed = list(pack(documents, sequence_length))
     assert len(packed) == start // sequence_length
     flat = [i for sequence in packed for i in sequence.input_ids]
     assert flat == list(range(len(packed) * sequence_length))
@@ -54,14 +54,6 @@ def test_packing_loses_no_token_and_keeps_the_spans_of_documents(lengths, sequen
             assert end in borders or end % sequence_length == 0
             assert not borders & set(range(at + 1, end))
             at = end
-    numbers = [
-        number
-        for sequence in packed
-        for number, span in zip(sequence.document_sources, sequence.document_lengths, strict=True)
-        for _ in range(span)
-    ]
-    assert numbers == np.repeat(range(len(lengths)), lengths).tolist()[: len(numbers)]
-    assert len(numbers) == len(flat)
 
 
 def test_a_packed_dataset_can_be_opened(tmp_path, monkeypatch):
@@ -69,16 +61,12 @@ def test_a_packed_dataset_can_be_opened(tmp_path, monkeypatch):
 
     monkeypatch.setattr("data_prep.documents.packing.FILE_TOKENS", 24)
     monkeypatch.setattr("data_prep.documents.packing.BATCH_TOKENS", 16)
-    rows = [
-        Packed(np.arange(i, i + 8, dtype=np.int32), [3, 5][: 1 + i % 2], [i] * (1 + i % 2))
-        for i in range(7)
-    ]
+    rows = [Packed(np.arange(i, i + 8, dtype=np.int32), [3, 5][: 1 + i % 2]) for i in range(7)]
     write_dataset(tmp_path, rows, 7, 8)
     dataset = load_from_disk(str(tmp_path))
     assert len(list(tmp_path.glob("data-*.arrow"))) == 3
     assert dataset["input_ids"][:] == [row.input_ids.tolist() for row in rows]
     assert dataset["document_lengths"][:] == [row.document_lengths for row in rows]
-    assert dataset["document_sources"][:] == [row.document_sources for row in rows]
     assert str(dataset.features["input_ids"].feature.dtype) == "int32"
     assert dataset.features["input_ids"].length == 8
 
@@ -96,8 +84,7 @@ def stream(name: str, lengths: list[int], number: int, seed: int = 0) -> Documen
 def test_a_mixture_keeps_shares_and_total(tokens, weight, seed):
     streams = [stream("a", [5, 9, 30] * 10, 0, seed), stream("b", [7, 1, 2] * 10, 1, seed)]
     documents = list(mix(streams, [weight, 1.0], tokens))
-    stream_tokens = [sum(len(d) for number, d in documents if number == n) for n in (0, 1)]
-    assert sum(stream_tokens) == tokens and stream_tokens == [s.tokens for s in streams]
+    assert sum(map(len, documents)) == tokens == sum(s.tokens for s in streams)
     share = weight / (weight + 1)
     assert streams[0].tokens - share * tokens <= 30
     assert streams[1].tokens - (1 - share) * tokens <= 7

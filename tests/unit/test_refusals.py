@@ -133,8 +133,6 @@ NEIGHBOURS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("train.total_tokens=4608", "prepare.train_tokens", "4,608", "train.total_tokens=4607", ()),
     ("train.total_tokens=511", "train.total_tokens", "511", "train.total_tokens=512",
      ("train.checkpoint_tokens=[]",)),
-    ("runtime.heldout_sequences=17", "prepare.train_tokens", "4,224",
-     "runtime.heldout_sequences=16", ("runtime.heldout_every_steps=1",)),
     ("train.checkpoint_tokens=[2049]", "train.checkpoint_tokens", "2,049",
      "train.checkpoint_tokens=[2048]", ()),
     ("runtime.micro_batch_size=3", "train.batch_tokens", "batches of 3",
