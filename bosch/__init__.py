@@ -17,10 +17,10 @@ from bosch.window import Window
 if TYPE_CHECKING:
     from bosch.attention import hybrid_attention as hybrid_attention
     from bosch.budget import swa_budget as swa_budget
+    from bosch.hybrid import HybridCache as HybridCache
     from bosch.mask_files import Front as Front
     from bosch.mask_files import HeadMaskFile as HeadMaskFile
     from bosch.masks import HeadMask as HeadMask
-    from bosch.model.cache import HybridCache as HybridCache
     from bosch.model.loading import load_model as load_model
     from bosch.model.materialize import materialize as materialize
     from bosch.model.search_mode import apply_head_mask as apply_head_mask
@@ -34,7 +34,7 @@ _LAZY = {
     "HeadMask": "bosch.masks",
     "HeadMaskFile": "bosch.mask_files",
     "swa_budget": "bosch.budget",
-    "HybridCache": "bosch.model.cache",
+    "HybridCache": "bosch.hybrid",
     "hybrid_attention": "bosch.attention",
     "apply_head_mask": "bosch.model.search_mode",
     "head_mask": "bosch.model.search_mode",

@@ -128,9 +128,3 @@ def check_backend(backend: str, requests: Mapping[str, str], where: str = "atten
     """Raise UserError for the first requested ability that a backend lacks."""
     for message in lacking(backend, requests):
         raise UserError(f"{where}: {message}")
-
-
-def check_sinks(backend: str, sinks: int) -> None:
-    """Raise UserError when sliding heads have sinks and the backend cannot compute them."""
-    if sinks:
-        check_backend(backend, {"sinks": f"its layout has {sinks}"})

@@ -1,8 +1,7 @@
-"""The sliding window, and its form in each backend, cache and formula.
+"""The sliding window.
 
 A sliding head with window W lets query t see keys j with t - W < j <= t: W keys, itself included
-(BOSCH §2.1). With S sinks it also sees the first S tokens of its document. Windows are converted
-only here.
+(BOSCH §2.1). With S sinks it also sees the first S tokens of its document.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Longer blocks compute more pairs outside the window, shorter ones use a kernel less well.
-_MAX_BLOCK = 128
 # Kernels and vLLM count keys in 32 bits.
 _MAX_KEYS = 2**31 - 1
 
@@ -39,16 +36,6 @@ class Window:
 
     def __str__(self) -> str:
         return f"{self.size:,} with {self.sinks} sinks" if self.sinks else f"{self.size:,}"
-
-    @property
-    def flash(self) -> tuple[int, int]:
-        """torch's varlen `window_size=(left, right)`: keys seen besides its own position."""
-        return self.size - 1, 0
-
-    @property
-    def vllm(self) -> int:
-        """vLLM's `per_layer_sliding_window`, which counts the query's own position."""
-        return self.size
 
     @property
     def past(self) -> int:
@@ -93,8 +80,3 @@ def windows_text(windows: Sequence[Window]) -> str:
     *others, widest = (f"{window.size:,}" for window in menu)
     sizes = f"{', '.join(others)} and {widest}" if others else widest
     return f"{sizes} with {menu[0].sinks} sinks" if menu[0].sinks else sizes
-
-
-def block_size(window: int) -> int:
-    """Queries that the sdpa backend computes together in a sliding head, C."""
-    return max(16, min(_MAX_BLOCK, window))

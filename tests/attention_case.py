@@ -9,7 +9,7 @@ from itertools import cycle
 import torch
 from hypothesis import strategies as st
 
-from bosch.attention import AttentionContext, HeadLayout
+from bosch.hybrid import AttentionContext, HeadLayout
 from bosch.window import Window
 
 # With one window, and with several in any order.
@@ -18,12 +18,18 @@ WIDTHS = [(1,), (1,), (1, 3), (2, 1, 5)]
 
 def full_first(full: int, heads: int, window: Window) -> HeadLayout:
     """`heads` KV heads of which the first `full` are full."""
-    return HeadLayout.deploy({None: full, window: heads - full})
+    return HeadLayout.of([0] * full + [window.size] * (heads - full), window.sinks)
+
+
+def layout_of(windows: Sequence[Window | None]) -> HeadLayout:
+    """KV heads with these windows, None for full ones."""
+    sinks = max((window.sinks for window in windows if window), default=0)
+    return HeadLayout.of([window.size if window else 0 for window in windows], sinks)
 
 
 def by_rows(is_full: Sequence[bool], window: Window) -> HeadLayout:
     """KV heads in any order, full or with one window."""
-    return HeadLayout.search([None if full else window for full in is_full])
+    return HeadLayout.of([0 if full else window.size for full in is_full], window.sinks)
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,7 @@ class Case:
         return [None if full else Window(next(sizes), self.sinks) for full in self.rows]
 
     def layout(self) -> HeadLayout:
-        return HeadLayout.search(self.windows())
+        return layout_of(self.windows())
 
 
 @st.composite

@@ -1,54 +1,33 @@
-"""Attention that mixes full heads and windows in one layer, and the backends that compute it.
+"""Attention that mixes full heads and windows in one layer: the backends that run on a GPU only.
 
-Shapes: B batch, T queries, Tk keys, HQ query heads, HKV key/value heads, D head dimension.
-All backends compute the same outputs and gradients as `eager`.
+The others and what all share are in `bosch.hybrid`. All backends compute the same outputs and
+gradients as `eager`. Shapes: B batch, T queries, Tk keys, HQ query heads, HKV KV heads, D head
+dimension.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from bosch.attention.call import AttentionCall
-from bosch.attention.context import AttentionContext
-from bosch.attention.eager import eager_attention, eager_weights
 from bosch.attention.flex import flex_kernel_attention
-from bosch.attention.kernels import HALF_DTYPES
-from bosch.attention.layout import CachedStates, HeadGroup, HeadLayout
-from bosch.attention.logit_transform import LogitTransform
-from bosch.attention.sdpa import sdpa_attention
 from bosch.attention.varlen import varlen_attention
-from bosch.backends import BACKENDS, WIDEST_HEAD, check_backend, check_sinks, resolve_backend
-
-__all__ = [
-    "BACKENDS",
-    "AttentionCall",
-    "AttentionContext",
-    "CachedStates",
-    "HeadGroup",
-    "HeadLayout",
-    "LogitTransform",
-    "attention_weights",
-    "check_sinks",
-    "compute_attention",
-    "fastest_backend",
-    "hybrid_attention",
-    "pass_context",
-    "resolve_backend",
-]
-
-
-# Computes one layer's attention: [B, T, HQ, D].
-AttentionFunction: TypeAlias = Callable[[AttentionCall], Tensor]
-_FUNCTIONS: dict[str, AttentionFunction] = {
-    "eager": eager_attention,
-    "sdpa": sdpa_attention,
-    "varlen": varlen_attention,
-    "flex": flex_kernel_attention,
-}
+from bosch.backends import BACKENDS, WIDEST_HEAD, check_backend
+from bosch.hybrid import (
+    ATTENTION,
+    BACKEND_OF,
+    HALF_DTYPES,
+    AttentionCall,
+    AttentionContext,
+    CachedStates,
+    HeadLayout,
+    LogitTransform,
+    compute_attention,
+    pass_context,
+    sdpa_attention,
+)
 
 
 def fastest_backend(
@@ -110,38 +89,21 @@ def hybrid_attention(
     return compute_attention(call)
 
 
-def pass_context(
-    context: AttentionContext | None, query: Tensor, key: Tensor | CachedStates
-) -> AttentionContext:
-    """The context of a pass on a layer's device; by default one document without padding."""
-    if context is not None:
-        return context.on(query.device)
-    if isinstance(key, CachedStates):
-        raise ValueError("keys from a HybridCache need the context of the pass")
-    return AttentionContext(query.shape[2], key.shape[2] - query.shape[2])
+def _checked(attend: Callable[[AttentionCall], Tensor]) -> Callable[[AttentionCall], Tensor]:
+    """`attend` for calls that its backend supports; sdpa over a cache, whose heads differ."""
 
+    def checked(call: AttentionCall) -> Tensor:
+        check_backend(call.backend, _needs(call))
+        return sdpa_attention(call) if isinstance(call.key, CachedStates) else attend(call)
 
-def compute_attention(call: AttentionCall) -> Tensor:
-    """Attention of a call; raises as `hybrid_attention`."""
-    key, heads = call.key, call.layout.num_key_value_heads
-    key_heads = heads if isinstance(key, CachedStates) else key.shape[1]
-    if key_heads != heads or call.query.shape[1] % heads:
-        raise ValueError(
-            f"the layout has {heads} KV heads, got {key_heads} with {call.query.shape[1]} query "
-            "heads"
-        )
-    call = call.autocast()
-    check_sinks(call.backend, call.layout.sinks)
-    if needs := _needs(call):
-        check_backend(call.backend, needs)
-    # A cache holds different tokens for each head; sdpa replaces a backend that cannot read it.
-    cannot_read = isinstance(key, CachedStates) and "cache" in BACKENDS[call.backend].lacks
-    return _FUNCTIONS["sdpa" if cannot_read else call.backend](call)
+    return checked
 
 
 def _needs(call: AttentionCall) -> dict[str, str]:
     """Abilities that a call needs of a backend, with the reasons, for `lacking`."""
     query, transform, needs = call.query, call.transform, {}
+    if call.layout.sinks:
+        needs["sinks"] = f"its layout has {call.layout.sinks}"
     if transform.softcap is not None:
         needs["softcap"] = "the model has"
     if transform.head_logits is not None:
@@ -155,7 +117,6 @@ def _needs(call: AttentionCall) -> dict[str, str]:
     return needs
 
 
-def attention_weights(call: AttentionCall) -> Tensor:
-    """Attention weights of `hybrid_attention`, [B, HQ, T, Tk], before dropout."""
-    call = call.autocast()
-    return eager_weights(call._replace(value=call.key)).to(call.query.dtype)
+for _name, _attend in (("varlen", varlen_attention), ("flex", flex_kernel_attention)):
+    ATTENTION[_name] = _checked(_attend)
+    BACKEND_OF.update(dict.fromkeys((_name, *BACKENDS[_name].aliases), _name))

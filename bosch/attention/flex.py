@@ -14,10 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
-from bosch.attention.call import AttentionCall
-from bosch.attention.context import AttentionContext
-from bosch.attention.layout import HeadLayout
-from bosch.attention.sdpa import sdpa_attention
+from bosch.hybrid import AttentionCall, AttentionContext, HeadLayout, sdpa_attention
 
 FLEX_BLOCK = 128
 

@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bosch.attention.call import AttentionCall, GroupCall
-from bosch.attention.context import AttentionContext
-from bosch.attention.sdpa import sdpa_attention
 from bosch.backends import VARLEN_MODULE
+from bosch.hybrid import AttentionCall, AttentionContext, GroupCall, sdpa_attention
 
 _CAUSAL = (-1, 0)
 
@@ -34,7 +32,7 @@ def varlen_attention(call: AttentionCall) -> Tensor:
 def _varlen(group: GroupCall) -> Tensor:
     """Causal attention within each sequence, [B, HQ, T, D]."""
     query, key, scale = group.query, group.key, group.transform.scaling
-    window = _CAUSAL if group.window is None else group.window.flash
+    window = _CAUSAL if group.window is None else (group.window.past, 0)
     kernel: Any = importlib.import_module(VARLEN_MODULE).varlen_attn
     borders, longest = group.context.memo("varlen", lambda: _borders(group.context, query))
     q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, group.value))

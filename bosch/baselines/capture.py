@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bosch.attention import AttentionCall, LogitTransform, compute_attention
-from bosch.attention.kernels import fused_attention
+from bosch.hybrid import AttentionCall, LogitTransform, compute_attention, fused_attention
 from bosch.masks import HeadMask
 from bosch.model.families import check_family, text_config
 from bosch.model.interface import attention_modules

@@ -10,7 +10,8 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from bosch.errors import UserError
-from bosch.model.configuration import CODE_FILE, base_content, is_hybrid
+from bosch.hybrid import CODE_FILE
+from bosch.model.configuration import base_content, is_hybrid
 from bosch.model.families import FULL_ATTENTION, base_type, decoder_layers, text_config
 from bosch.model.loading import load_config, load_model
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from bosch.errors import UserError
-from bosch.model.configuration import CODE_FILE, is_hybrid
+from bosch.hybrid import CODE_FILE
+from bosch.model.configuration import is_hybrid
 from bosch.model.families import decoder_layers, text_config
 from bosch.model.loading import load_config, load_model
 

@@ -10,17 +10,18 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bosch.attention import AttentionCall
 from bosch.errors import UserError
+from bosch.hybrid import AttentionCall, required_state, set_head_state
 from bosch.masks import HeadMask
 from bosch.model.families import text_config
-from bosch.model.interface import attention_modules, required_state, set_head_state
+from bosch.model.interface import attention_modules
 from bosch.model.permutation import HeadWeights
 from bosch.model.search_mode import head_mask, mask_shape
 
@@ -60,8 +61,7 @@ def measure_head_weights(model: Any) -> tuple[HeadWeights, bool]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(head_mask(model, HeadMask.all_full(*shape), "eager"))
-        state = required_state(module)
-        set_head_state(module, type(state)(state.layout, state.backend, attend))
+        set_head_state(module, replace(required_state(module), attend=attend))
         stack.enter_context(_trained(module))
         stack.callback(module.register_forward_hook(stop).remove)
         stack.enter_context(torch.enable_grad())

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils.hub import cached_file
 
-from bosch.backends import resolve_backend
+from bosch.backends import check_backend, resolve_backend
 from bosch.errors import UserError
 from bosch.files import check_hub_cache
-from bosch.model.configuration import base_content, is_hybrid
-from bosch.model.deploy_mode import check_weights, deploy_layouts
-from bosch.model.families import base_type, drop_idle_window, text_config
+from bosch.hybrid import check_weights
+from bosch.model.configuration import base_content, hybrid_mask, is_hybrid
+from bosch.model.families import attention_needs, base_type, drop_idle_window, text_config
 from bosch.model.registration import register_model
 from bosch.model.untrusted import DEQUANTISED, check_faults, model_file_fault, model_file_faults
 from bosch.weight_files import weight_faults
@@ -103,19 +103,16 @@ def load_model(
         # the meta device only the headers of the files are read.
         options["device_map"] = {"": device}
     try:
-        loaded: Any = auto_class(config).from_pretrained(
+        model, info = auto_class(config).from_pretrained(
             name, config=config, revision=revision, output_loading_info=True,
             ignore_mismatched_sizes=True, use_safetensors=True, **options,
         )  # fmt: skip
-    except UserError:
-        raise
+        check_weights(model, info)
     except Exception as error:
         check_hub_cache(error)
         if type(error).__name__ not in _DAMAGE:
             raise
         raise UserError(f"{name}: cannot load the model: {_line(error)}") from error
-    model, info = loaded
-    check_weights(name, model, info)
     if device is not None and kind != "meta":
         model.to(device)
     _copy_cpu_weights(model)
@@ -145,8 +142,10 @@ def _attention(config: Any, backend: str) -> str | None:
         # Not that of config.json, which transformers might download from the hub as a kernel.
         return None
     register_model(base_type(config))
-    deploy_layouts(config)
-    return resolve_backend(backend)
+    name, mask = resolve_backend(backend), hybrid_mask(config)
+    sinks = {"sinks": f"its layout has {mask.sinks}"} if mask.sinks else {}
+    check_backend(name, attention_needs(config) | sinks)
+    return name
 
 
 def kept_in_float32(model: Any) -> dict[str, Tensor]:

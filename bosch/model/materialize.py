@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from bosch.errors import RunError, UserError
+from bosch.hybrid import hybrid_classes
 from bosch.masks import HeadMask
-from bosch.model.configuration import hybrid_config_class
-from bosch.model.deploy_mode import hybrid_model_class
-from bosch.model.families import check_family, decoder_layers, text_config
+from bosch.model.families import check_family, decoder_layers, mixes_documents, text_config
 from bosch.model.head_weights import measure_head_weights
 from bosch.model.loading import parameters_on_meta
 from bosch.model.permutation import HeadWeights, in_order
@@ -60,16 +59,25 @@ def materialize(model: Any, mask: HeadMask, *, take_weights: bool = False) -> An
     check_fit(model.config, mask)
     _check_weights_in_memory(model)
     head_weights, mixes = measure_head_weights(model)
-    table = {**mask.content, "weights": head_weights, "mixes_documents": mixes}
+    kinds = decoder_layers(model.config)
+    table = {
+        **mask.content,
+        "layers": list(kinds.full),
+        "own_windows": {str(layer): size for layer, size in kinds.windows.items()},
+        "own_heads": kinds.own_heads,
+        "weights": head_weights,
+        "mixes_documents": mixes or mixes_documents(model.config),
+    }
     register_model(model.config.model_type)
     content = model.config.to_dict()
     for name in ("model_type", "architectures", "_name_or_path", "transformers_version"):
         content.pop(name, None)
-    config = hybrid_config_class(model.config.model_type)(**content, hybrid_attention=table)
+    config_class, _, model_class = hybrid_classes(model.config.model_type)
+    config = config_class(**content, hybrid_attention=table)
     if has_own_head(model):
         untie(config)
     with parameters_on_meta():
-        hybrid = hybrid_model_class(model.config.model_type)._from_config(config, dtype=model.dtype)
+        hybrid = model_class._from_config(config, dtype=model.dtype)
     _check_plain_weights(model, hybrid)
     device = model.device  # that of the first weight, which is moved first
     for name, weight in permute_heads(model, mask.head_order, head_weights):

@@ -82,15 +82,14 @@ def register_model(model_type: str) -> None:
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
-    from bosch.model.configuration import hybrid_config_class, takes_more_than_text
-    from bosch.model.deploy_mode import hybrid_decoder_class, hybrid_model_class
-    from bosch.model.interface import register_attention
+    import bosch.attention  # noqa: F401  (registers the backends)
+    from bosch.hybrid import hybrid_classes, register_attention, takes_more_than_text
 
     register_attention()
     try:
         if model_type not in CONFIG_MAPPING:  # an older transformers, as pinned by vLLM's builds
             raise KeyError(model_type)
-        config, model = hybrid_config_class(model_type), hybrid_model_class(model_type)
+        config, decoder, model = hybrid_classes(model_type)
     except KeyError:
         raise UserError(
             f"transformers {version('transformers')} has no decoders of type '{model_type}'; "
@@ -98,9 +97,21 @@ def register_model(model_type: str) -> None:
         ) from None
     AutoConfig.register(HYBRID_PREFIX + model_type, config, exist_ok=True)
     modeling_auto.AutoModelForCausalLM.register(config, model, exist_ok=True)
-    modeling_auto.AutoModel.register(config, hybrid_decoder_class(model_type), exist_ok=True)
+    modeling_auto.AutoModel.register(config, decoder, exist_ok=True)
     if takes_more_than_text(model_type):
         modeling_auto.AutoModelForImageTextToText.register(config, model, exist_ok=True)
+    _name_in_transformers(model)
+
+
+def _name_in_transformers(model: type) -> None:
+    """Make a class an attribute of transformers, where `transformers serve` finds it.
+
+    transformers replaces its module object while it loads, and the server may hold the older one.
+    """
+    setattr(sys.modules["transformers"], model.__name__, model)
+    server = sys.modules.get("transformers.cli.serving.model_manager")
+    if server is not None:
+        setattr(server.transformers, model.__name__, model)
 
 
 def install() -> None:

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from bosch.attention import HeadLayout
-from bosch.backends import resolve_backend
+import bosch.attention  # noqa: F401  (registers the backends)
+from bosch import hybrid
+from bosch.backends import check_backend, resolve_backend
 from bosch.errors import UserError
+from bosch.hybrid import HeadLayout
 from bosch.masks import HeadMask
-from bosch.model import families, interface
-from bosch.window import Window
+from bosch.model import families
+from bosch.model.interface import attention_modules
 
 _MASK_METHOD = "create_masks_for_generate"
 
@@ -51,9 +53,9 @@ def prepare_for_search(model: Any, backend: str = "auto") -> None:
     """
     families.check_family(model.config)
     name = resolve_backend(backend)
-    interface.register_attention()
-    model.get_decoder().set_attn_implementation(interface.NAME)  # without a model's image encoder
-    setattr(_generation_model(model), _MASK_METHOD, interface.masks_for_generate)
+    hybrid.register_attention()
+    model.get_decoder().set_attn_implementation(hybrid.NAME)  # without a model's image encoder
+    setattr(_generation_model(model), _MASK_METHOD, hybrid.masks_for_generate)
     _set_layouts(model, HeadMask.all_full(*mask_shape(model.config)), name)
 
 
@@ -72,8 +74,8 @@ def head_mask(model: Any, mask: HeadMask, backend: str | None = None) -> Iterato
     Raises UserError when mask, family or backend cannot be used.
     """
     _check_not_hybrid(model)
-    modules = interface.attention_modules(model)
-    states = [interface.head_state(module) for module in modules]
+    modules = attention_modules(model)
+    states = [hybrid.head_state(module) for module in modules]
     generating = _generation_model(model)
     earlier_method = vars(generating).get(_MASK_METHOD)
     config = model.config
@@ -93,7 +95,7 @@ def head_mask(model: Any, mask: HeadMask, backend: str | None = None) -> Iterato
         elif _MASK_METHOD in vars(generating):
             delattr(generating, _MASK_METHOD)
         for module, state in zip(modules, states, strict=True):
-            interface.set_head_state(module, state)
+            hybrid.set_head_state(module, state)
 
 
 def _check_not_hybrid(model: Any) -> None:
@@ -108,26 +110,28 @@ def apply_head_mask(model: Any, mask: HeadMask) -> None:
     mask does not fit the model.
     """
     _check_not_hybrid(model)
-    modules = interface.attention_modules(model)
-    state = interface.head_state(modules[0])
-    if state is None or model.get_decoder().config._attn_implementation != interface.NAME:
+    modules = attention_modules(model)
+    state = hybrid.head_state(modules[0])
+    if state is None or model.get_decoder().config._attn_implementation != hybrid.NAME:
         prepare_for_search(model, "auto" if state is None else state.backend)
     check_fit(model.config, mask)
-    _set_layouts(model, mask, interface.required_state(modules[0]).backend)
+    _set_layouts(model, mask, hybrid.required_state(modules[0]).backend)
 
 
 def _set_layouts(model: Any, mask: HeadMask, backend: str) -> None:
     """Give each layer its row of `mask`, or the window that it has in the base model."""
+    if mask.sinks:
+        check_backend(backend, {"sinks": f"its layout has {mask.sinks}"})
     kinds = families.decoder_layers(model.config)
     layouts: list[HeadLayout | None] = [None] * kinds.count
     for layer, row in zip(kinds.full, mask.windows, strict=True):
         layouts[layer] = _layout(row, mask.sinks)
     for layer, size in kinds.windows.items():
         layouts[layer] = _layout((size,) * kinds.own_heads, 0)
-    interface.set_layouts(model, layouts, backend)
+    hybrid.set_layouts(model, layouts, backend)
 
 
 @functools.lru_cache(maxsize=1024)
 def _layout(row: tuple[int, ...], sinks: int) -> HeadLayout:
     """Cached, because a layout caches its index tensors."""
-    return HeadLayout.search([Window(size, sinks) if size else None for size in row])
+    return HeadLayout.of(row, sinks)

@@ -13,11 +13,12 @@ from typing import Any
 
 from torch import nn
 
+from bosch.hybrid import block_size
 from bosch.masks import HeadMask
 from bosch.model import families
 from bosch.model.interface import attention_module
 from bosch.objective.batches import Batch
-from bosch.window import Window, block_size
+from bosch.window import Window
 
 # Families with parallel attention and feed-forward blocks; in some others it is configured.
 _PARALLEL_BLOCKS = ("cohere", "cohere2", "cohere2_moe", "phi")

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bosch.attention import AttentionCall, HeadLayout, compute_attention
+from bosch.hybrid import Attend, AttentionCall, HeadLayout, compute_attention
 from bosch.masks import HeadMask
-from bosch.model.interface import Attend, attention_modules
+from bosch.model.interface import attention_modules
 from bosch.objective.answers import answer_logits
 from bosch.objective.batches import Batch, final_states
 from bosch.objective.patching import freeze, recompute_layers, replace_attention
@@ -43,7 +43,10 @@ def gate_gradients(
     device = model.device
     chosen = choices_of(mask, menu).to(device)[..., None]
     gates = (chosen == torch.arange(len(menu), device=device)).float().requires_grad_()
-    layouts = [HeadLayout.search([window] * mask.shape[1]) for window in (None, *menu)]
+    layouts = [
+        HeadLayout.of([size] * mask.shape[1], menu[0].sinks)
+        for size in (0, *(window.size for window in menu))
+    ]
     with contextlib.ExitStack() as stack:
         stack.enter_context(freeze(model))
         for module, gate in zip(attention_modules(model), gates.unbind(), strict=True):

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bosch.model.interface import Attend, HeadState, head_state, set_head_state
+from bosch.hybrid import Attend, HeadState, head_state, set_head_state
 
 
 @contextlib.contextmanager

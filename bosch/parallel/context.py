@@ -21,19 +21,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bosch.attention import AttentionCall, compute_attention
-from bosch.attention.context import AttentionContext
-from bosch.attention.layout import HeadGroup, HeadLayout
 from bosch.errors import RunError, UserError
-from bosch.model.families import split_fault
-from bosch.model.interface import (
-    attention_module,
+from bosch.hybrid import (
+    AttentionCall,
+    AttentionContext,
+    HeadGroup,
+    HeadLayout,
+    Window,
+    compute_attention,
     head_state,
-    layouts_of,
+    hybrid_modules,
     required_state,
     set_head_state,
 )
-from bosch.window import Window
+from bosch.model.families import split_fault
 
 _NO_DOCUMENT = -1
 
@@ -269,7 +270,8 @@ def split_attention(call: AttentionCall, split_pass: SplitPass) -> Tensor:
 @functools.cache
 def _layout_of(group: HeadGroup) -> HeadLayout:
     """The layout of tensors with the heads of one group only."""
-    return HeadLayout.deploy({group.window: len(group.heads)})
+    window = group.window or Window(0)
+    return HeadLayout.of([window.size] * len(group.heads), window.sinks)
 
 
 def _all_keys(states: Tensor, split_pass: SplitPass) -> list[Tensor]:
@@ -354,5 +356,4 @@ class ContextParallel:
 
 
 def _attention_modules(model: Any) -> list[nn.Module]:
-    layouts = layouts_of(model)
-    return [attention_module(model, n) for n, layout in enumerate(layouts) if layout is not None]
+    return [module for module in hybrid_modules(model) if module is not None]

@@ -14,15 +14,14 @@ from typing import Any, Literal
 import torch
 from transformers import DynamicCache
 
-from bosch.attention import HeadLayout
 from bosch.backends import resolve_backend
 from bosch.budget import swa_budget
 from bosch.errors import RunError, UserError
+from bosch.hybrid import NAME, HeadLayout, HybridCache, deploy_order, head_state
 from bosch.masks import HeadMask
-from bosch.model.cache import HybridCache
 from bosch.model.configuration import hybrid_mask, is_hybrid
 from bosch.model.families import decoder_layers
-from bosch.model.interface import NAME, attention_modules, head_state
+from bosch.model.interface import attention_modules
 from bosch.model.loading import auto_class, full_attention_config, load_config, load_model
 from bosch.model.search_mode import apply_head_mask, prepare_for_search
 from bosch.window import Window, windows_text
@@ -190,7 +189,10 @@ def _original(model: Any, settings: MeasureSettings) -> MeasuredModel:
 
 def _check_layouts(model: Any, mask: HeadMask, backend: str) -> None:
     """Raise RunError unless each layer has its row's heads by window, and the backend."""
-    for module, row in zip(attention_modules(model), mask.layers, strict=True):
-        state, expected = head_state(module), HeadLayout.deploy(row)
+    for module, row in zip(attention_modules(model), mask.windows, strict=True):
+        state, expected = (
+            head_state(module),
+            HeadLayout.of([row[head] for head in deploy_order(row)], mask.sinks),
+        )
         if state is None or state.layout != expected or state.backend != backend:
             raise RunError(f"a layer computes {state} and not {expected} with {backend}")

@@ -20,8 +20,7 @@ from typing import Any
 from bosch.backends import BACKENDS, check_backend, resolve_backend
 from bosch.errors import RunError, UserError
 from bosch.files import write_json, write_text
-from bosch.model.configuration import is_hybrid
-from bosch.model.deploy_mode import deploy_layouts
+from bosch.model.configuration import hybrid_mask, is_hybrid
 from bosch.model.families import check_family, decoder_layers, text_config
 from bosch.model.loading import load_config
 from bosch.model.search_mode import mask_shape
@@ -139,7 +138,7 @@ def _checked_model(model: str, original: str | None, settings: MeasureSettings) 
     if not is_hybrid(config):
         check_family(config)
         return config
-    deploy_layouts(config)
+    hybrid_mask(config)
     if original is not None:
         original_config = load_config(original)
         if is_hybrid(original_config):

@@ -25,10 +25,10 @@ from transformers.utils import logging as transformers_logging
 from bosch.backends import BACKENDS
 from bosch.errors import RunError, UserError, is_out_of_memory
 from bosch.hardware import cpu_cores
-from bosch.model.cache import CACHE_NAME, held_bytes, state_bytes, used_bytes
+from bosch.hybrid import CACHE_NAME, NAME
+from bosch.model.cache import held_bytes, state_bytes, used_bytes
 from bosch.model.cache_size import CacheSize
 from bosch.model.families import attention_needs, decoder_layers, text_config
-from bosch.model.interface import NAME
 from bosch.this_process import die_with_parent
 from stages.measure.measured_model import MeasuredModel, Variant, build_model, chosen_device
 from stages.measure.stage import MeasureSettings

@@ -25,7 +25,7 @@ from torch.profiler import ProfilerAction, profile, tensorboard_trace_handler
 from torch.profiler import schedule as profiler_schedule
 
 from bosch.errors import RunError
-from bosch.model.interface import layouts_of
+from bosch.hybrid import layouts_of
 from bosch.ranks import limit_collectives
 from stages.context import Runtime
 from stages.formats import format_bytes

@@ -76,7 +76,7 @@ def _add_adapters(model: Any, lora: LoraConfig, attention_only: bool) -> None:
     alpha: Any = lora.alpha  # annotated as int by peft, but a float is correct
     config = peft.LoraConfig(
         r=lora.rank, lora_alpha=alpha, target_modules=targets,
-        # Says that its heads are in the hybrid's order (`bosch.model.adapters`).
+        # Says that its heads are in the hybrid's order (`bosch.hybrid`).
         base_model_name_or_path=model.config.name_or_path,
     )  # fmt: skip
     peft.inject_adapter_in_model(config, model)

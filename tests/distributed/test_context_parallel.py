@@ -12,16 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bosch.attention import (
+from bosch.attention import hybrid_attention
+from bosch.errors import RunError, UserError
+from bosch.hybrid import (
     AttentionCall,
     AttentionContext,
-    HeadLayout,
     LogitTransform,
-    hybrid_attention,
+    required_state,
+    set_head_state,
 )
-from bosch.errors import RunError, UserError
 from bosch.model.families import split_fault
-from bosch.model.interface import attention_modules, required_state, set_head_state
+from bosch.model.interface import attention_modules
 from bosch.model.materialize import materialize
 from bosch.parallel.context import (
     Communicator,
@@ -33,6 +34,7 @@ from bosch.parallel.context import (
 from bosch.window import Window
 from stages.train.loss import install_loss
 from tests import fake_varlen
+from tests.attention_case import layout_of
 from tests.hybrid_case import TESTED, mask_of, small_config, small_model, tokens
 from tests.rank_processes import on_ranks
 from tests.training_case import make_case, metrics, train_here, train_in_processes
@@ -89,7 +91,7 @@ def compare_attention(
     length = 2 * size * CHUNK
     split = ContextSplit(length, size)
     head_windows = [None if window is None else Window(window, sinks) for window in windows]
-    layout = HeadLayout.search(head_windows)
+    layout = layout_of(head_windows)
     generator = torch.Generator().manual_seed(1)
     heads = len(windows)
     shapes = [(ROWS, heads * Q_PER_KV, length, DIM), (ROWS, heads, length, DIM)]

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from bosch.attention import BACKENDS, fastest_backend
+from bosch.attention import fastest_backend
+from bosch.backends import BACKENDS
 from pipeline.recipe.load import ROOT
 from stages.versions import installed_versions
 

@@ -9,12 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from bosch.attention import (
-    BACKENDS,
-    AttentionContext,
-    fastest_backend,
-    hybrid_attention,
-)
+from bosch.attention import fastest_backend, hybrid_attention
+from bosch.backends import BACKENDS
+from bosch.hybrid import AttentionContext
 from bosch.model.materialize import materialize
 from bosch.window import Window
 from stages.measure.process import attention_kernels

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bosch.attention import BACKENDS, hybrid_attention, resolve_backend
+from bosch.attention import hybrid_attention
+from bosch.backends import BACKENDS, resolve_backend
 from bosch.window import Window
 from tests.attention_case import full_first
 

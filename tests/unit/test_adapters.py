@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from bosch.errors import UserError
-from bosch.model.cache import HybridCache
+from bosch.hybrid import HybridCache, layouts_of
 from bosch.model.configuration import is_hybrid
-from bosch.model.interface import layouts_of
 from bosch.model.materialize import materialize
 from bosch.model.search_mode import head_mask
 from bosch.window import Window
@@ -176,7 +175,7 @@ def test_lora_of_the_base_moves_with_the_heads(family: str, use_dora: bool, tmp_
     torch.testing.assert_close(logits_of(again, ids), expected, **near)
 
     (tmp_path / "base").rename(tmp_path / "gone")
-    with pytest.raises(UserError, match="order of its heads is not known"):
+    with pytest.raises(ValueError, match="order of its heads is not known"):
         peft.PeftModel.from_pretrained(_saved(tmp_path), tmp_path / "adapter")
 
 
@@ -191,7 +190,7 @@ def test_another_adapter_of_the_base_is_refused(tmp_path: Path) -> None:
     materialize(base, random_mask(Window(9))).save_pretrained(tmp_path / "hybrid")
     names = {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
     peft.get_peft_model(base, peft.IA3Config(**names)).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(UserError, match="trained on another order of heads"):
+    with pytest.raises(ValueError, match="trained on another order of heads"):
         peft.PeftModel.from_pretrained(_saved(tmp_path), tmp_path / "adapter")
 
 

@@ -15,20 +15,16 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.profiler import ProfilerActivity, profile
 
-from bosch.attention import (
-    BACKENDS,
+from bosch import hybrid
+from bosch.attention import fastest_backend, hybrid_attention
+from bosch.backends import BACKENDS, lacking
+from bosch.hybrid import (
+    FUSED_KERNELS,
     AttentionContext,
-    HeadGroup,
     HeadLayout,
-    causal,
-    fastest_backend,
-    hybrid_attention,
-    kernels,
+    fused_attention,
     pass_context,
 )
-from bosch.attention import context as contexts
-from bosch.attention.kernels import FUSED_KERNELS, fused_attention
-from bosch.backends import lacking
 from bosch.model.families import attention_needs
 from bosch.model.materialize import materialize
 from bosch.window import Window
@@ -83,7 +79,7 @@ def test_layers_on_another_device_have_their_own_masks() -> None:
 
 def test_a_layout_that_was_used_equals_one_that_was_not() -> None:
     """As a cache compares its own with the model's after a mask is applied again."""
-    used, new = (HeadLayout.search([None, Window(4), None]) for _ in range(2))
+    used, new = (HeadLayout.of([0, 4, 0]) for _ in range(2))
     states = torch.randn(1, 3, 5, 8)
     outputs = [used.heads_of(states, group) for group in used.groups]
     assert torch.equal(used.merge(outputs, 1), states.transpose(1, 2))
@@ -119,7 +115,7 @@ def test_bfloat16_is_nearly_as_precise_as_eager() -> None:
 def test_a_large_chunk_with_a_past_needs_no_full_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(300, 16, 2, (True, False), past=200)
     expected = hybrid_attention(*case.tensors(), case.layout(), case.context(), backend="eager")
-    monkeypatch.setattr(causal, "DENSE_MASK_ENTRIES", 40_000)
+    monkeypatch.setattr(hybrid, "DENSE_MASK_ENTRIES", 40_000)
     result = hybrid_attention(*case.tensors(), case.layout(), case.context(), backend="sdpa")
     torch.testing.assert_close(result, expected)
 
@@ -145,10 +141,6 @@ def test_inconsistent_numbers_of_heads_are_refused() -> None:
     query, key, value = Case(5, 4, 0, (True, False)).tensors()
     with pytest.raises(ValueError, match="3 KV heads"):
         hybrid_attention(query, key, value, full_first(1, 3, Window(4)))
-    with pytest.raises(ValueError, match="partition"):
-        HeadLayout((HeadGroup((0,)), HeadGroup((0, 1), Window(4))))
-    with pytest.raises(ValueError, match="differ in window and not in sinks"):
-        HeadLayout((HeadGroup((0,), Window(4, 1)), HeadGroup((1,), Window(5))))
 
 
 def test_a_missing_ability_is_named_with_the_backends_that_have_it() -> None:
@@ -168,7 +160,7 @@ def test_only_one_place_calls_torchs_attention() -> None:
         for path in (ROOT / package).rglob("*.py")
         if ".scaled_dot_product_attention(" in path.read_text(encoding="utf-8")
     ]
-    assert callers == ["bosch/attention/kernels.py"]
+    assert callers == ["bosch/hybrid.py"]
     assert SDPBackend.MATH not in FUSED_KERNELS
 
 
@@ -198,11 +190,11 @@ def test_keys_are_repeated_if_a_gpus_kernels_do_not_share_them(
         entered.append(backends)
         return torch.no_grad()
 
-    monkeypatch.setattr(kernels, "is_gpu", lambda states: True)
-    monkeypatch.setattr(kernels, "can_use_flash_attention", lambda arguments: not masked)
-    monkeypatch.setattr(kernels, "SMALL_LOGITS", 100)
-    monkeypatch.setattr(kernels, "sdpa_kernel", allowed)
-    monkeypatch.setattr(kernels.F, "scaled_dot_product_attention", noted)
+    monkeypatch.setattr(hybrid, "is_gpu", lambda states: True)
+    monkeypatch.setattr(hybrid, "can_use_flash_attention", lambda arguments: not masked)
+    monkeypatch.setattr(hybrid, "SMALL_LOGITS", 100)
+    monkeypatch.setattr(hybrid, "sdpa_kernel", allowed)
+    monkeypatch.setattr(hybrid.F, "scaled_dot_product_attention", noted)
     result = fused_attention(query, key, value, scale=0.3, mask=mask, is_causal=not masked)
     torch.testing.assert_close(result, expected)
     assert [call["enable_gqa"] for call in calls] == [not masked]
@@ -224,9 +216,9 @@ def test_compiled_heads_share_keys_if_flash_supports_their_dimension(
         calls.append(options["enable_gqa"])
         assert key.shape[1] == value.shape[1] == (2 if shares else 6)
 
-    monkeypatch.setattr(kernels, "is_gpu", lambda states: True)
+    monkeypatch.setattr(hybrid, "is_gpu", lambda states: True)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    monkeypatch.setattr(kernels.F, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr(hybrid.F, "scaled_dot_product_attention", attention)
     shapes = [(1, 6, 8, key_dim), (1, 2, 8, key_dim), (1, 2, 8, value_dim)]
     fused_attention(*(torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes), scale=1.0)
     assert calls == [shares]
@@ -237,7 +229,7 @@ def test_documents_need_no_mask_and_cost_only_their_own_squares() -> None:
     lengths = [100, 300, 112]
     numbers = torch.arange(3).repeat_interleave(torch.tensor(lengths))
     case = Case(512, 16, 0, (True, True))
-    context = contexts.AttentionContext(512, document=numbers[None])
+    context = AttentionContext(512, document=numbers[None])
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         hybrid_attention(*case.tensors(torch.float32), case.layout(), context)
     calls = [e for e in profiler.events() if e.name == "aten::scaled_dot_product_attention"]
@@ -248,7 +240,7 @@ def test_padded_rows_need_no_mask_and_cost_only_their_own_squares(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows padded on the left are computed one by one: outputs and gradients are eager's."""
-    monkeypatch.setattr(causal, "MIN_PADDED", 2)
+    monkeypatch.setattr(hybrid, "MIN_PADDED", 2)
     case = Case(40, 8, 0, (True, False), batch=3, padding="left", seed=3)
     padding = case.context().left_padding()
     assert padding is not None and len({*padding}) == 3
@@ -258,8 +250,8 @@ def test_padded_rows_need_no_mask_and_cost_only_their_own_squares(
         calls.append((query.shape, options["mask"]))
         return fused(query, key, *others, **options)
 
-    fused = causal.fused_attention
-    monkeypatch.setattr(causal, "fused_attention", attention)
+    fused = hybrid.fused_attention
+    monkeypatch.setattr(hybrid, "fused_attention", attention)
     results = {}
     for backend in ("eager", "sdpa"):
         tensors = case.tensors()

@@ -18,16 +18,10 @@ from torch import Tensor
 from torch.nn.attention import varlen as torch_varlen
 
 from bosch import attention
-from bosch.attention import (
-    BACKENDS,
-    AttentionContext,
-    flex,
-    hybrid_attention,
-    resolve_backend,
-)
+from bosch.attention import flex, hybrid_attention
+from bosch.backends import BACKENDS, resolve_backend
 from bosch.errors import UserError
-from bosch.model.cache import HeadGroupsLayer
-from bosch.model.interface import context_of_pass
+from bosch.hybrid import AttentionContext, HeadGroupsLayer, context_of_pass
 from bosch.model.materialize import materialize
 from bosch.model.search_mode import apply_head_mask, prepare_for_search
 from bosch.window import Window
@@ -185,7 +179,7 @@ def test_chunks_and_decoding_with_a_cache_equal_the_oracle_without(
         outputs.append(
             hybrid_attention(query[:, :, start:stop], keys, values, layout, part, backend=backend)
         )
-        keys.settle(part)
+        keys.done(part)
         if kind == "dynamic":
             for part, group in zip(layer.parts, layout.groups, strict=True):
                 assert group.window is None or part.keys.shape[2] <= group.window.past
@@ -235,17 +229,19 @@ def test_varlen_refuses_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve_backend("varlen")
     _patched_varlen_is_usable(monkeypatch)
     hybrid = materialize(small_model(), random_mask(Window(7, 2)))
+    hybrid.set_attn_implementation("varlen")
     with pytest.raises(UserError, match="varlen has no sinks, its layout has 2; choose sdpa"):
-        hybrid.set_attn_implementation("varlen")
+        hybrid(tokens(1, 9))
     model = small_model()
     prepare_for_search(model, "varlen")
     with pytest.raises(UserError, match="varlen has no sinks, its layout has 2; choose sdpa"):
         apply_head_mask(model, random_mask(Window(7, 2)))
     capped = small_model("gemma2")
     capped = materialize(capped, mask_of(capped.config, Window(7)))
+    capped.set_attn_implementation("varlen")
     with pytest.raises(UserError, match="varlen has no capped attention scores, the model has"):
-        capped.set_attn_implementation("varlen")
-    with pytest.raises(UserError, match="attn_implementation='flash_attention_3' has no hybrid"):
+        capped(tokens(1, 9))
+    with pytest.raises(ValueError, match="attn_implementation='flash_attention_3' has no hybrid"):
         hybrid.set_attn_implementation("flash_attention_3")
     monkeypatch.setattr(attention, "HALF_DTYPES", (torch.float16, torch.bfloat16))
     low = torch.zeros(1, 2, 4, 8, dtype=torch.bfloat16)

@@ -16,14 +16,18 @@ import torch
 from torch import Tensor
 from transformers import CompileConfig, DynamicCache, StaticCache
 
-from bosch.attention import AttentionContext, HeadLayout
-from bosch.errors import UserError
+from bosch.hybrid import (
+    AttentionContext,
+    HeadGroupsLayer,
+    HeadLayout,
+    HybridCache,
+    adopt_cache,
+    masks_for_generate,
+)
 from bosch.masks import HeadMask
-from bosch.model.cache import HeadGroupsLayer, HybridCache, held_bytes
+from bosch.model.cache import held_bytes
 from bosch.model.cache_size import CacheSize
-from bosch.model.deploy_mode import adopt_cache
 from bosch.model.families import DecoderLayers
-from bosch.model.interface import masks_for_generate
 from bosch.model.materialize import materialize
 from bosch.model.search_mode import apply_head_mask
 from bosch.window import Window
@@ -67,12 +71,15 @@ def test_the_formula_gives_the_bytes_that_caches_hold(
     narrow, wide = Window(WINDOW, sinks), Window(2 * WINDOW, sinks)
     rows = [{None: full, wide: wider, narrow: 4 - full - wider} for full, wider in counts]
     size = CacheSize.of(rows, DecoderLayers(3, (0, 1, 2), heads, dim), 2, state_bytes=0)
-    layouts = [HeadLayout.deploy(row) for row in rows]
+    layouts = [
+        HeadLayout.of([0] * full + [wide.size] * wider + [WINDOW] * (4 - full - wider), sinks)
+        for full, wider in counts
+    ]
     states = torch.zeros(batch, heads, length, dim, dtype=torch.bfloat16)
     dynamic, static = HybridCache(layouts), HybridCache(layouts, length)
     for layer in range(len(rows)):
         keys, _ = dynamic.update(states.clone(), states.clone(), layer)
-        keys.settle(AttentionContext(length))
+        keys.done(AttentionContext(length))
         static.update(states.clone(), states.clone(), layer)
     assert held_bytes(dynamic) == batch * size.dynamic(length)
     assert held_bytes(static) == batch * size.static(length)
@@ -94,7 +101,7 @@ def test_sinks_stay_once_the_window_is_full() -> None:
     for number in range(7):
         states = torch.full((1, 1, 1, 1), float(number))
         keys, _ = layer.update(states, states)
-        keys.settle(AttentionContext(1, number))
+        keys.done(AttentionContext(1, number))
     assert layer.parts[0].sinks.keys.flatten().tolist() == [0, 1, 2, 3]
 
 
@@ -168,7 +175,7 @@ def test_crop_equals_transformers_own_at_every_length(sinks: int, recorded: bool
             for one in states.split(5, dim=2):
                 own.update(one, one, 0)
                 keys, _ = cache.update(one, one, 0)
-                keys.settle(AttentionContext(one.shape[2], cache.get_seq_length() - one.shape[2]))
+                keys.done(AttentionContext(one.shape[2], cache.get_seq_length() - one.shape[2]))
             own.crop(-removed)
             left = own.get_seq_length()
             if not recorded and removed and left > 0 and length > past:
@@ -479,7 +486,7 @@ def test_states_of_another_number_of_heads_are_refused(kind: str, heads: int) ->
         cache = HybridCache(layouts, *room)
         for _ in range(before):
             cache.update(torch.zeros(1, 4, 3, 4), torch.zeros(1, 4, 3, 4), 0)
-        with pytest.raises(UserError, match=f"4 KV heads and would get states of {heads}"):
+        with pytest.raises(ValueError, match=f"4 KV heads and would get states of {heads}"):
             cache.update(states, states, 0)
         assert cache.get_seq_length() == 3 * before
 

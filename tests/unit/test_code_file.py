@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ast
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +18,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import bosch
-from bosch.model import code_file
+from bosch import hybrid as hybrid_file
 from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
 from bosch.window import Window
@@ -27,8 +27,6 @@ from tests.hybrid_case import mask_of, of_choices, small_model, tokens
 
 WINDOW, SINKS = 7, 2
 LENGTH, NEW = 40, 10
-
-QWEN3 = ("qwen3", "Qwen3Config", "Qwen3Model", "Qwen3ForCausalLM")
 
 
 def _save(family: str, folder: Path, **changes: Any) -> Any:
@@ -182,25 +180,23 @@ def test_models_loaded_with_bosch_carry_the_file_when_saved(tmp_path: Path) -> N
     AutoModelForCausalLM.from_pretrained(tmp_path / "old").save_pretrained(tmp_path / "new")
     assert json.loads((tmp_path / "new" / "config.json").read_text())["auto_map"] == expected
     written = (tmp_path / "new" / "modeling_hybrid.py").read_text()
-    assert written == code_file.code_file(*QWEN3)
+    assert written.startswith(Path(hybrid_file.__file__).read_text())
 
 
-def test_the_code_file_imports_nothing_of_bosch() -> None:
-    """Nor inside a function, which the tests above might not call."""
-    text = code_file.code_file(*QWEN3)
-    assert re.search(r"^ *import torch$", text, re.M)
-    assert not re.search(r"^ *(import|from) bosch", text, re.M)
-
-
-def test_modules_that_cannot_be_joined_into_one_file_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(code_file, "MODULES", ("errors.py", "errors.py"))
-    with pytest.raises(RuntimeError, match=r"errors\.py defines .*UserError.* again"):
-        code_file.code_file.__wrapped__(*QWEN3)
-    monkeypatch.setattr(code_file, "MODULES", ("model/families.py",))
-    with pytest.raises(RuntimeError, match=r"families\.py imports \['WIDEST_HEAD'\]"):
-        code_file.code_file.__wrapped__(*QWEN3)
+def test_the_code_file_imports_only_torch_and_transformers() -> None:
+    """Also inside a function, which the tests above might not call."""
+    tree = ast.parse(Path(hybrid_file.__file__).read_text())
+    imported = {
+        name.partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in (
+            [node.module or "."]
+            if isinstance(node, ast.ImportFrom)
+            else [a.name for a in node.names]
+        )
+    }
+    assert imported - sys.stdlib_module_names == {"torch", "transformers"}
 
 
 def test_masks_and_errors_need_no_torch() -> None:
@@ -271,8 +267,8 @@ def test_a_configuration_can_be_unpickled_in_a_new_process() -> None:
     """An engine sends a model's configuration to its processes."""
     pack = (
         "import pickle\n"
-        "from bosch.model.configuration import hybrid_config_class\n"
-        "config = hybrid_config_class('qwen3')(hybrid_attention={'window_size': 5})\n"
+        "from bosch.hybrid import hybrid_classes\n"
+        "config = hybrid_classes('qwen3')[0](hybrid_attention={'window_size': 5})\n"
         "print(pickle.dumps(config))"
     )
     unpack = f"import pickle; print(pickle.loads({run_python(pack).strip()}).hybrid_attention)"

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as torch_flex
 
-from bosch.attention import AttentionContext, flex, hybrid_attention
-from bosch.attention.sdpa import bands
+from bosch.attention import flex, hybrid_attention
+from bosch.hybrid import AttentionContext, bands
 from bosch.masks import HeadMask
 from bosch.model.materialize import materialize
 from bosch.model.search_mode import apply_head_mask, prepare_for_search

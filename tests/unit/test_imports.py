@@ -42,6 +42,7 @@ LEVELS = {
             "window",
             "budget",
             "backends",
+            "hybrid",
             "version",
             "weight_files",
         ),
@@ -68,9 +69,8 @@ _TRANSFORMERS = (
     "`import bosch` loads neither torch nor transformers; these load when transformers does"
 )
 LAZY = {
-    "bosch.model.registration imports bosch.model.configuration": _TRANSFORMERS,
-    "bosch.model.registration imports bosch.model.deploy_mode": _TRANSFORMERS,
-    "bosch.model.registration imports bosch.model.interface": _TRANSFORMERS,
+    "bosch.model.registration imports bosch.attention": _TRANSFORMERS,
+    "bosch.model.registration imports bosch.hybrid": _TRANSFORMERS,
 }
 
 

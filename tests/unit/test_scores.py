@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bosch.attention import AttentionContext, HeadLayout, causal, hybrid_attention
+from bosch import hybrid
+from bosch.attention import hybrid_attention
 from bosch.errors import UserError
+from bosch.hybrid import AttentionContext, HeadLayout
 from bosch.window import Window
 from tests.attention_case import by_rows, full_first
 
@@ -14,8 +16,8 @@ HEADS, KV_HEADS, DIM, WINDOW = 6, 3, 8, 20
 LAYOUTS = {
     "mixed": by_rows([False, True, False], Window(WINDOW, 2)),
     "deployed": full_first(1, 3, Window(WINDOW)),
-    "three windows": HeadLayout.search([Window(31, 2), Window(9, 2), Window(WINDOW, 2)]),
-    "deployed, two windows": HeadLayout.deploy({None: 1, Window(31, 2): 1, Window(9, 2): 1}),
+    "three windows": HeadLayout.of([31, 9, WINDOW], 2),
+    "deployed, two windows": HeadLayout.of([0, 31, 9], 2),
     "all full": full_first(3, 3, Window(WINDOW)),
     "all sliding": full_first(0, 3, Window(WINDOW)),
 }
@@ -66,7 +68,7 @@ def _written_down(
 def test_outputs_and_gradients_equal_the_definition(
     backend: str, layout: HeadLayout, capped: bool, joined: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(causal, "DENSE_MASK_ENTRIES", 5_000)  # a few queries at a time
+    monkeypatch.setattr(hybrid, "DENSE_MASK_ENTRIES", 5_000)  # a few queries at a time
     for length, padding in ((WINDOW + 1, 0), (70, 0), (70, 5)):
         *tensors, logits = _tensors(length)
         cap, extra = 1.5 if capped else None, logits if joined else None

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from bosch.attention.context import AttentionContext
+from bosch.hybrid import AttentionContext
 from bosch.masks import HeadMask
 from bosch.model.loading import auto_class, load_config
 from bosch.model.search_mode import apply_head_mask, prepare_for_search

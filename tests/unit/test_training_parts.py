@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from bosch.attention import BACKENDS
+from bosch.backends import BACKENDS
 from bosch.errors import DiskFullError, RunError, UserError
 from bosch.journal import Journal
 from bosch.model.loading import load_model

@@ -13,9 +13,8 @@ import mlx.core as mx
 from mlx_lm.models import cache as mlx_cache
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
-from bosch.attention import HeadLayout
 from bosch.errors import UserError
-from bosch.window import Window
+from bosch.hybrid import HeadLayout, Window
 
 
 class HybridLayerCache(CacheList):  # type: ignore[misc]

@@ -24,7 +24,7 @@ from transformers import CONFIG_MAPPING
 
 from bosch.engines.mlx.cache import HybridLayerCache, LayerPass, check_caches, grouped_attention
 from bosch.errors import UserError
-from bosch.model.deploy_mode import deploy_layouts
+from bosch.hybrid import deploy_layouts
 from bosch.model.families import HYBRID_PREFIX, decoder_layers
 from bosch.model.loading import full_attention_config
 from bosch.model.published import published_names, renames_weights

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bosch.attention import HeadLayout
 from bosch.engines.vllm import plan as planner
 from bosch.errors import UserError
-from bosch.model.deploy_mode import deploy_layouts
+from bosch.hybrid import HeadLayout, deploy_layouts
 from bosch.model.families import decoder_layers, text_config
 from bosch.weight_files import weight_faults
 
@@ -96,8 +95,11 @@ def plan_of(
             f"hybrid_attention.sinks is {sinks}: vLLM keeps a window of a sliding head and no "
             "sinks before it; serve the model with transformers"
         )
-    rows = ({group.window: len(group.heads) for group in layout.groups} for layout in layouts)
-    return planner.module_plan(planner.engine_heads(rows), ranks, grouping)
+    rows = [
+        {group.window.size if group.window else None: len(group.heads) for group in layout.groups}
+        for layout in layouts
+    ]
+    return planner.module_plan(rows, ranks, grouping)
 
 
 def check_order(plan: planner.ModulePlan, config: Any, lora: Any) -> None:

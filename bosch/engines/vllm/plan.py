@@ -138,8 +138,8 @@ EngineHeads: TypeAlias = Mapping[int | None, int]
 
 
 def engine_heads(rows: Iterable[Mapping[Window | None, int]]) -> list[EngineHeads]:
-    """Heads by window, in vLLM's count of windows."""
-    return [{None if w is None else w.vllm: count for w, count in row.items()} for row in rows]
+    """Heads by window, as vLLM counts windows: the query's own position included."""
+    return [{None if w is None else w.size: count for w, count in row.items()} for row in rows]
 
 
 @dataclass(frozen=True)
