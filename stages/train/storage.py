@@ -6,6 +6,7 @@ leaves the last complete state.
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
 import warnings
@@ -31,13 +32,15 @@ from bosch.errors import (
 from bosch.ranks import connection_broke
 from stages.train.stage import CHECKPOINTS
 
+logger = logging.getLogger(__name__)
+
 # A single process needs no process group.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 T = TypeVar("T")
 
 _POINT = re.compile(r"step-(\d+)")
-_LAYOUT = "layout.json"
+_RECORD, _DAMAGED = "point.json", "damaged-"
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json")
 
 
@@ -45,7 +48,8 @@ class RestartPoints:
     """`restart/step-<n>`: the last saves of weights and optimiser state.
 
     torch.distributed.checkpoint writes a point while training continues. It is renamed when it is
-    whole, so every point is; its record holds the layout of the shards.
+    whole; its record holds the layout of the shards and the hashes of its files, which torch does
+    not check.
 
     Only restart points contain pickled files; they never leave the work directory.
     """
@@ -59,16 +63,43 @@ class RestartPoints:
         self._pending: Future[None] | None = None
 
     def latest(self) -> Path | None:
-        """The newest restart point, if any."""
-        return next(iter(self._points()), None)
+        """The newest restart point whose files have their hashes, if any; sets others aside.
+
+        Every process calls it, and reads its share of the files. Raises UserError if there are
+        damaged points and no other.
+        """
+        for point in self._points():
+            faults = filter(None, from_all_processes(self._fault(point)))
+            if (fault := next(faults, None)) is None:
+                return point
+            if rank() == 0:
+                count = len(list(self.directory.glob(f"{_DAMAGED}*")))
+                aside = point.with_name(f"{_DAMAGED}{count}-{point.name}")
+                point.rename(aside)
+                logger.warning("%s is damaged (%s) and now called %s", point, fault, aside.name)
+        wait()
+        if damaged := sorted(self.directory.glob(f"{_DAMAGED}*")):
+            raise UserError(
+                f"every restart point below {self.directory} is damaged, the last {damaged[-1]}; "
+                "restore its files and its name, or delete the folder to train from the start"
+            )
+        return None
+
+    def _fault(self, point: Path) -> str | None:
+        """The first difference between a point's record and this process's share of its files."""
+        record = files.read_record(point / _RECORD)
+        if not isinstance(record, dict) or record.get("step") != restart_step(point):
+            return f"{_RECORD} is missing, damaged or of another step"
+        names = sorted(record["sha256"])[rank() :: processes()]
+        return files.hash_fault(point, {name: record["sha256"][name] for name in names})
 
     def check_layout(self, layout: dict[str, object]) -> None:
         """Raise UserError if this run cannot read the shards of the newest point.
 
         DeepSpeed's cannot be split differently.
         """
-        point = self.latest()
-        saved = layout if point is None else files.read_record(point / _LAYOUT)
+        records = (files.read_record(point / _RECORD) for point in self._points())
+        saved = next((record["layout"] for record in records if record), layout)
         if saved != layout and "deepspeed" in (saved["sharding"], layout["sharding"]):
             raise UserError(
                 "the restart point was written with runtime.sharding = {sharding} on {processes} "
@@ -119,8 +150,10 @@ class RestartPoints:
     def publish(self, step: int, layout: dict[str, object]) -> None:
         """Rename the written point; every process calls it."""
         wait(self._group)
+        hashes = shared_hashes(self.writing, self._group)
         if rank() == 0:
-            files.write_json(self.writing / _LAYOUT, layout)
+            record = {"step": step, "layout": layout, "sha256": hashes}
+            files.write_json(self.writing / _RECORD, record)
             files.replace(self.writing, self.directory / f"step-{step}")
         wait(self._group)  # so that no process begins the next point in this folder
 
@@ -170,19 +203,19 @@ def restart_step(point: Path) -> int:
 
 
 def checkpoint_hashes(work_dir: Path) -> dict[str, dict[str, str]]:
-    """The SHA-256 of the files of each checkpoint that is there, by its name.
+    """`shared_hashes` of each checkpoint that is there, by its name."""
+    hashes: dict[str, dict[str, str]] = {}
+    for path, digest in shared_hashes(work_dir / CHECKPOINTS).items():
+        name, _, file = path.partition("/")
+        hashes.setdefault(name, {})[file] = digest
+    return hashes
 
-    Every process calls it, and reads its share of the files.
-    """
-    folder = work_dir / CHECKPOINTS
+
+def shared_hashes(folder: Path, group: dist.ProcessGroup | None = None) -> dict[str, str]:
+    """The SHA-256 of the files below a folder; every process calls it, and reads its share."""
     names = sorted(files.files_below(folder)) if folder.is_dir() else []
     own = {name: files.file_digest(folder / name) for name in names[rank() :: processes()]}
-    hashes: dict[str, dict[str, str]] = {}
-    for part in from_all_processes(own):
-        for path, digest in part.items():
-            name, _, file = path.partition("/")
-            hashes.setdefault(name, {})[file] = digest
-    return hashes
+    return {name: x for part in from_all_processes(own, group) for name, x in part.items()}
 
 
 def rank() -> int:
@@ -200,12 +233,12 @@ def wait(group: dist.ProcessGroup | None = None) -> None:
         dist.barrier(group)
 
 
-def from_all_processes(value: T) -> list[T]:
+def from_all_processes(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """The `value` of every process, in the order of their ranks."""
     if not dist.is_initialized():
         return [value]
     values: list[T] = [value] * processes()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group)
     return values
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -232,6 +233,34 @@ def test_the_newest_complete_restart_point_is_the_latest(tmp_path: Path) -> None
     latest = points.latest()
     assert latest is not None and restart_step(latest) == 104
     assert (latest / "__0_0.distcp").read_text() == "state 104"
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda point: (point / "__0_0.distcp").write_bytes(b"stat" + bytes(4)),
+        lambda point: (point / "point.json").unlink(),
+        lambda point: point.rename(point.with_name("step-24")),
+    ],
+)
+def test_a_damaged_restart_point_is_set_aside_for_the_one_before(
+    tmp_path: Path, harm: Callable[[Path], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is deleted, and without another point training does not begin again."""
+    points = RestartPoints(tmp_path)
+    whole, newest = save_point(points, 8), save_point(points, 16)
+    (newest / ".DS_Store").touch()
+    assert points.latest() == newest
+    harm(newest)
+    assert points.latest() == whole and "is damaged" in caplog.text
+    (aside,) = points.directory.glob("damaged-0-step-*")
+    assert (aside / "__0_0.distcp").is_file()
+    whole.rename(points.directory / "step-9")
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"restore its files and its name, or delete"):
+            points.latest()
+    next(points.directory.glob("damaged-1-*")).rename(whole)
+    assert points.latest() == whole
 
 
 def test_the_error_of_a_process_that_cannot_load_is_named(tmp_path: Path) -> None:
