@@ -32,13 +32,12 @@ class Encoder:
 
     `backend` is the tokenizer in the tokenizers library's JSON form; None for a tokenizer that does
     not use that library, which transformers loads from `spec`. The text of a special token in a
-    document is ordinary text, unless `special_tokens` is set.
+    document is ordinary text.
     """
 
     spec: TokenizerSpec
     backend: str | None
     end: int | None
-    special_tokens: bool = False
 
     @classmethod
     def load(cls, spec: TokenizerSpec) -> Encoder:
@@ -50,13 +49,11 @@ class Encoder:
     def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids [tokens] int32 of whole documents."""
         if self.backend is not None:
-            batch = _backend(self.backend, self.special_tokens).encode_batch_fast(
-                texts, add_special_tokens=False
-            )
+            batch = _backend(self.backend).encode_batch_fast(texts, add_special_tokens=False)
             return [_int32(encoding.ids) for encoding in batch]
         encoded = load_tokenizer(self.spec)(
             list(texts), add_special_tokens=False,
-            split_special_tokens=not self.special_tokens, verbose=False,
+            split_special_tokens=True, verbose=False,
         )["input_ids"]  # fmt: skip
         return [_int32(ids) for ids in encoded]
 
@@ -75,7 +72,7 @@ class Encoder:
         if self.backend is None:
             yield from self([text])
         else:
-            yield from _encode_windows(_backend(self.backend, self.special_tokens), text)
+            yield from _encode_windows(_backend(self.backend), text)
 
 
 @dataclass(frozen=True)
@@ -147,13 +144,13 @@ def _int32(ids: list[int]) -> np.ndarray:
 
 
 @lru_cache(maxsize=2)
-def _backend(serialised: str, special_tokens: bool) -> Any:
+def _backend(serialised: str) -> Any:
     from tokenizers import Tokenizer
 
     backend = Tokenizer.from_str(serialised)
     backend.no_truncation()
     backend.no_padding()
-    backend.encode_special_tokens = not special_tokens
+    backend.encode_special_tokens = True  # as ordinary text
     # The post-processor adds special tokens, which documents do not need, and copies every token.
     backend.post_processor = None
     return backend

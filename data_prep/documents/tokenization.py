@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
@@ -119,7 +119,6 @@ def tokenise_source(
     """
     folder.mkdir(parents=True, exist_ok=True)
     parts = list_parts(source, seed, sequence_length)
-    encoder = replace(encoder, special_tokens=source.special_tokens)
     work = partial(_tokenise_part, source=source, encoder=encoder)
     jobs = ((part, folder / f"part-{index:06d}") for index, part in enumerate(parts))
     blocks: list[Block] = []

@@ -20,7 +20,6 @@ from stages.faults import Fault
 from stages.fields import (
     MOST,
     Count,
-    Flag,
     Line,
     Number,
     PathText,
@@ -119,8 +118,6 @@ class SourceConfig(Section):
     """mds with tokens: tokenizer the shards were written with, to detokenise them."""
     weight: Number = Field(1.0, gt=0)
     """Share of the training tokens, relative to the other sources."""
-    special_tokens: Flag = False
-    """Whether special tokens in a text are tokenised as such; otherwise they are ordinary text."""
     loss: Literal["all", "completion"] = "all"
     """completion: of records with `messages`, or `prompt` and `completion`, training learns the
     assistant's answers alone; all: every token."""

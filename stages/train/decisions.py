@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -32,9 +31,6 @@ class RestartTimer:
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
         """In this block SIGTERM, SIGUSR1 and SIGHUP stop training at the end of a step."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
         before = {number: signal.signal(number, self._receive) for number in STOP_SIGNALS}
         try:
             yield

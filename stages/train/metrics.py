@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from bosch.budget import window_shares
-from bosch.files import is_folder, remove
 from bosch.hardware import device_named
 from bosch.journal import Journal
 from bosch.model.configuration import hybrid_mask
@@ -28,8 +27,6 @@ from stages.train.stage import METRICS, TrainConfig, TrainingStep
 
 logger = logging.getLogger(__name__)
 
-_MIN_LOGGED_SECONDS = 1.0  # minimum seconds for data or saving to be logged
-
 
 class MetricsLog:
     """One record per step on disk, in tensorboard and in the log.
@@ -39,27 +36,18 @@ class MetricsLog:
     """
 
     def __init__(self, work_dir: Path, schedule: Schedule, done_steps: int) -> None:
-        path = work_dir / METRICS
-        self._journal = Journal(path)
+        self._journal = Journal(work_dir / METRICS)
         records = self._journal.read_new(_step)
         self.records = [record for record in records if record["step"] <= done_steps]
-        if len(self.records) < done_steps:
-            logger.warning(
-                "%s: damaged, it holds %d of the %d steps done; the others have no record",
-                path, len(self.records), done_steps,
-            )  # fmt: skip
         self._schedule = schedule
         self._done_steps = done_steps
         self._seconds_before = self.records[-1]["seconds"] if self.records else 0.0
         self._started = time.monotonic()
         self._journal.replace(self.records)
-        board = work_dir / TENSORBOARD
-        if not is_folder(board):
-            remove(board)
         from torch.utils.tensorboard import SummaryWriter
 
         # Events from `purge_step` on are void.
-        self._tensorboard = SummaryWriter(str(board), purge_step=done_steps + 1)
+        self._tensorboard = SummaryWriter(str(work_dir / TENSORBOARD), purge_step=done_steps + 1)
 
     @property
     def final_loss(self) -> float | None:
@@ -78,13 +66,14 @@ class MetricsLog:
 
     def write(self, step: int, loss: float, grad_norm: float, **values: Any) -> None:
         """Record step `step` (from 1); `values` are further fields of `TrainingStep`."""
+        new_steps, seconds = step - self._done_steps, max(time.monotonic() - self._started, 1e-9)
         record = {
             "step": step,
             "tokens": step * self._schedule.batch_tokens,
             "loss": _finite(loss),
             "grad_norm": _finite(grad_norm),
             "seconds": round(self.seconds, 3),
-            "seconds_left": round(self._seconds_left(step), 3),
+            "seconds_left": round(seconds / new_steps * (self._schedule.steps - step), 3),
             **{name: _finite(value) for name, value in values.items() if value is not None},
         }
         self.records.append(record)
@@ -92,27 +81,12 @@ class MetricsLog:
         for name, value in record.items():
             if value is not None and name not in ("step", "tokens", "seconds"):
                 self._tensorboard.add_scalar(f"train/{name}", float(value), step)
-        self._log_line(record)
-
-    def _log_line(self, record: dict[str, Any]) -> None:
-        new_steps = record["step"] - self._done_steps
-        seconds = max(time.monotonic() - self._started, 1e-9)
         logger.info(
-            "step %d/%d: loss %s, lr %.2e, grad norm %s, %s tokens/s%s, %s left",
-            record["step"],
-            self._schedule.steps,
-            _text(record["loss"], ".4f"),
-            record["learning_rate"],
-            _text(record["grad_norm"], ".3f"),
+            "step %d/%d: loss %.4f, lr %.2e, grad norm %.3f, %s tokens/s, %s left",
+            step, self._schedule.steps, loss, record["learning_rate"], grad_norm,
             f"{new_steps * self._schedule.batch_tokens / seconds:,.0f}",
-            _details(record),
             format_seconds(record["seconds_left"]),
-        )
-
-    def _seconds_left(self, step: int) -> float:
-        """Estimated remaining seconds, from the speed since this start."""
-        seconds = time.monotonic() - self._started
-        return seconds / (step - self._done_steps) * (self._schedule.steps - step)
+        )  # fmt: skip
 
     def close(self) -> None:
         self._tensorboard.close()
@@ -127,24 +101,6 @@ def _step(record: dict[str, Any]) -> dict[str, Any]:
 def _finite(value: Any) -> Any:
     """The value, or None for a number that JSON lacks."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _text(value: float | None, form: str) -> str:
-    return "not finite" if value is None else format(value, form)
-
-
-def _details(record: dict[str, Any]) -> str:
-    """A record's further fields, for its line of the log."""
-    notes = []
-    if "mfu" in record:
-        notes.append(f"MFU {record['mfu']:.1%}")
-    if "memory" in record:
-        notes.append(f"{record['memory'] / 2**30:.1f} GiB")
-    for name in ("data", "checkpoint"):
-        seconds = record.get(f"{name}_seconds", 0.0)
-        if seconds >= _MIN_LOGGED_SECONDS:
-            notes.append(f"{name} {format_seconds(seconds)}")
-    return "".join(f", {note}" for note in notes)
 
 
 def step_flops(config: Any, schedule: Schedule, train: TrainConfig) -> float:

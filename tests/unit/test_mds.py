@@ -65,12 +65,12 @@ def read_all(folder: Path) -> list[dict]:
     return [sample for shard in shards for sample in read_samples(folder, shard, COLUMNS)]
 
 
-def documents(folder: Path, special_tokens: bool = False, tokenizer: Any = None) -> list[str]:
+def documents(folder: Path, tokenizer: Any = None) -> list[str]:
     tokenizer = tokenizer or tiny_tokenizer()
     return [
         text
         for shard in read_index(folder / "index.json")
-        for text in read_tokens(folder, shard, "input_ids", tokenizer, special_tokens)
+        for text in read_tokens(folder, shard, "input_ids", tokenizer)
     ]
 
 
@@ -191,12 +191,11 @@ def test_numbers_of_every_type_are_read(tmp_path, bits, place):
         assert sample["input_ids"].tolist() == [[1, 2, 3]]
 
 
-def test_special_tokens_are_dropped_unless_the_source_keeps_them(tmp_path):
+def test_special_tokens_are_dropped(tmp_path):
     tokenizer = tiny_tokenizer()
     ids = tokenizer("One. ")["input_ids"]
     folder = write_sample(tmp_path, input_ids=u32(*ids, tokenizer.eos_token_id, *ids))
     assert documents(folder) == ["One. One. "]
-    assert documents(folder, special_tokens=True) == ["One. <|end|>One. "]
 
 
 def test_blanks_before_marks_stay_whatever_the_tokenizer_prefers(tmp_path):

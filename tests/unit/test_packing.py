@@ -185,22 +185,6 @@ def test_a_compressed_file_needs_little_memory_for_its_documents(tmp_path, monke
     assert peak(25_000) - peak(10_000) < 60 * 15_000
 
 
-@pytest.mark.parametrize("length", [1, 2000])  # the longer one is read in pieces
-def test_special_tokens_are_kept_if_the_source_says_so(tmp_path, length, monkeypatch):
-    monkeypatch.setattr("data_prep.documents.encoding.WINDOW", 2048)
-    monkeypatch.setattr("data_prep.documents.encoding.OVERLAP", 256)
-    (tmp_path / "corpus").mkdir()
-    text = "user: hello " * length + "<|end|>" + "assistant: hello " * length + "<|end|>"
-    (tmp_path / "corpus" / "a.txt").write_text(text)
-    tokenizer = tiny_tokenizer()
-    as_text, as_tokens = (
-        contents(tokenise(tmp_path, f"shards {special}", special_tokens=special))[0]
-        for special in (False, True)
-    )
-    assert as_tokens[: len(tokenizer(text)["input_ids"])] == tokenizer(text)["input_ids"]
-    assert as_tokens.count(tokenizer.eos_token_id) == 2 + as_text.count(tokenizer.eos_token_id)
-
-
 def test_bytes_of_a_source_are_those_of_all_its_parts(corpus, monkeypatch):
     monkeypatch.setattr("data_prep.documents.sources.files.PART_BYTES", 500)
     expected = sum(len(f"text number {i} ") * (i + 1) * 20 for i in range(6))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -161,19 +160,6 @@ def test_minutes_until_a_restart_point_count_from_the_last_one(
     for step in range(1, 11):
         due += [step] * timer.decide(step)[0]
     assert due == [4, 5, 9, 10]
-
-
-def test_training_in_a_thread_installs_no_signal_handlers() -> None:
-    timer, entered = RestartTimer(Runtime(), torch.device("cpu")), []
-
-    def run() -> None:
-        with timer.signals():
-            entered.append(True)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert entered == [True]
 
 
 def test_a_checkpoints_card_counts_the_tokens_of_whole_steps(case: Path, tmp_path: Path) -> None:

@@ -72,7 +72,6 @@ class Source:
     subset: str | None = None
     split: str = "train"
     revision: str | None = None
-    special_tokens: bool = False
     loss: Literal["all", "completion"] = "all"
     skip_bad_records: int = 0
     filters: Filters = field(default_factory=Filters)

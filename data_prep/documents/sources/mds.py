@@ -162,18 +162,11 @@ def _decode(encoding: str, data: memoryview) -> Any:
     raise ValueError(f"a column of tokens is encoded as {encoding}; write it as json or ndarray")
 
 
-def read_tokens(
-    folder: Path, shard: Shard, column: str, tokenizer: Any, special_tokens: bool
-) -> Iterator[str]:
-    """Texts of the shard's documents, decoded from a column of token ids.
+def read_tokens(folder: Path, shard: Shard, column: str, tokenizer: Any) -> Iterator[str]:
+    """Texts of the shard's documents, decoded from a column of token ids by their own tokenizer.
 
-    A packed record (with `indices`, pairs of start and end) gives one text per document.
-
-    Args:
-        tokenizer: The tokenizer with which the shards were written.
-        special_tokens: Whether the texts include the shards' special tokens.
-
-    Raises UserError if the shard is damaged, or has tokens that this tokenizer does not know.
+    A packed record (with `indices`, pairs of start and end) gives one text per document. Raises
+    UserError if the shard is damaged, or has tokens that this tokenizer does not know.
     """
     import numpy as np
 
@@ -193,7 +186,7 @@ def read_tokens(
                 raise UserError(f"{where}: {_SPANS} has a span outside the record")
             yield tokenizer.decode(
                 ids[begin:end].tolist(),
-                skip_special_tokens=not special_tokens,
+                skip_special_tokens=True,
                 clean_up_tokenization_spaces=False,
             )
 
@@ -244,7 +237,7 @@ def _documents(part: Part, source: Source) -> Iterator[str]:
         return (sample[column] for sample in read_samples(folder, shard, [column]))
     assert source.tokenizer is not None
     tokenizer = load_tokenizer(TokenizerSpec(source.tokenizer))
-    return read_tokens(folder, shard, column, tokenizer, source.special_tokens)
+    return read_tokens(folder, shard, column, tokenizer)
 
 
 KINDS = {
