@@ -149,7 +149,6 @@ class RestartPoints:
 
     def publish(self, step: int, layout: dict[str, object]) -> None:
         """Rename the written point; every process calls it."""
-        wait(self._group)
         hashes = shared_hashes(self.writing, self._group)
         if rank() == 0:
             record = {"step": step, "layout": layout, "sha256": hashes}
@@ -213,6 +212,7 @@ def checkpoint_hashes(work_dir: Path) -> dict[str, dict[str, str]]:
 
 def shared_hashes(folder: Path, group: dist.ProcessGroup | None = None) -> dict[str, str]:
     """The SHA-256 of the files below a folder; every process calls it, and reads its share."""
+    wait(group)  # another process may still write or rename
     names = sorted(files.files_below(folder)) if folder.is_dir() else []
     own = {name: files.file_digest(folder / name) for name in names[rank() :: processes()]}
     return {name: x for part in from_all_processes(own, group) for name, x in part.items()}
