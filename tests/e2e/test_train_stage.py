@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 import bosch  # noqa: F401, registers hybrid models with transformers
-from bosch.errors import RunError, StoppedError, UserError
+from bosch.errors import StoppedError, UserError
 from bosch.model.loading import load_config
 from stages.train.checkpoint import CheckpointWriter
 from stages.train.data import PackedSequences
@@ -254,15 +254,11 @@ def half_zeroed(content: bytes) -> bytes:
     return content[:half] + bytes(len(content) - half)
 
 
-def test_training_resumes_from_the_point_before_one_that_cannot_be_loaded(
+def test_training_resumes_from_the_point_before_a_damaged_one(
     case: Path, undisturbed: Path, killed: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
-    point = tmp_path / "restart" / "step-4"
-    (point / "__0_0.distcp").write_bytes(b"no state of an optimiser")
-    with pytest.raises(RunError, match=r"step-4 cannot be loaded .* remove it to resume from"):
-        train_here(case, tmp_path)
-    shutil.rmtree(point)
+    (tmp_path / "restart" / "step-4" / "__0_0.distcp").write_bytes(b"no state of an optimiser")
     train_here(case, tmp_path)
     assert_same(tmp_path, undisturbed)
 
@@ -288,7 +284,7 @@ def test_finished_work_is_not_repeated(
     # Killed between writing the summary and removing restart points.
     point = undisturbed / "restart" / "step-10"
     point.mkdir(parents=True)
-    (point / "layout.json").touch()
+    (point / "point.json").touch()
     monkeypatch.setattr("stages.train.run.build_loop", lambda *args: pytest.fail("trained again"))
     assert train_here(case, undisturbed) == json.loads(before["summary.json"])
     assert file_contents(undisturbed) == before
