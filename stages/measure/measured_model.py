@@ -140,7 +140,7 @@ def build_model(
         return _original(_load(original or path, config, settings), settings)
     mask = variant.mask
     if is_hybrid(config):
-        config.hybrid_attention = mask.content
+        config.hybrid_attention |= mask.content
         model = _load(path, config, settings)
     else:
         model = _load(path, config, settings)

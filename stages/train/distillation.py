@@ -39,7 +39,7 @@ def load_teacher(
     """
     config = load_config(str(model_dir), trust_remote_code=model.trust_remote_code)
     kinds = decoder_layers(config)
-    config.hybrid_attention = HeadMask.all_full(len(kinds.full), kinds.heads).content
+    config.hybrid_attention |= HeadMask.all_full(len(kinds.full), kinds.heads).content
     teacher = load_model(
         model_dir,
         dtype=torch.bfloat16 if train.mixed_precision == "bf16" else torch.float32,
