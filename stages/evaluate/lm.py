@@ -38,12 +38,129 @@ _NO_LIMIT = 2**31
 _DATE = datetime(2024, 7, 26)
 
 
-class LanguageModel(HFLM):  # type: ignore[misc]
+class LoggedAnswers:
+    """Part of a model of lm-eval: answers come from a log, or are added to it by one of the ranks.
+
+    Prompts have one BOS, whether from the tokenizer or a template, and no closing token.
+    """
+
+    log: AnswerLog | None = None
+    progress: Progress | None = None
+    note = ""
+    spare = 1  # tokens of a text and its continuation beyond `max_length`: the last is no input
+    tokenizer: Any
+    max_length: int
+
+    def __init__(self, **options: Any) -> None:
+        # By prompt of RULER: the answers to look for, and whether one is enough.
+        self._rows: dict[str, tuple[list[str], bool]] = {}
+        self._cut = set[int]()  # hashes of prompts
+        self._first_tokens: list[int] | None = None
+        super().__init__(**options)
+
+    def tok_encode(
+        self,
+        string: str,
+        add_special_tokens: bool | None = None,
+        left_truncate_len: int | None = None,
+        **_: Any,
+    ) -> list[int]:
+        bos = self.tokenizer.bos_token
+        has_bos = bool(bos) and string.startswith(bos)
+        is_plain = add_special_tokens is False or (add_special_tokens is None and has_bos)
+        ids = (encode_answer if is_plain else encode_prompt)(self.tokenizer, string)
+        return ids[-left_truncate_len:] if left_truncate_len else ids
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Any]:
+        # Only RULER's documents have needles.
+        own = [request for request in requests if "needles" in request.doc]
+        self._rows = {
+            request.args[0]: (request.doc["answers"], request.task_name in ANY_ANSWER)
+            for request in own
+        }
+        return self._answers("generate_until", requests)
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Any]:
+        return self._answers("loglikelihood", requests)
+
+    def _answers(self, kind: str, requests: Sequence[Any]) -> list[Any]:
+        """Answers to all requests; those that are not in the log are asked, each by one rank."""
+        assert self.log is not None
+        keys = [hash_args(kind, request.args) for request in requests]
+        for number, request in enumerate(requests):
+            # Repeats of a sampled request have different answers, which no log holds.
+            if kind == "generate_until" and request.args[1].get("do_sample"):
+                keys[number] += f"-{number}"
+        if self.progress is not None and self.progress.total is not None:
+            # It counted documents, of which each may make several requests.
+            self.progress.total += len(requests) - len({one.doc_id for one in requests})
+        every = dict(zip(keys, requests, strict=True))
+        fresh = {key: one for key, one in every.items() if key not in self.log.known}
+        # Choices of one document share a pass.
+        documents = {*self.log.share(list(dict.fromkeys(one.doc_id for one in fresh.values())))}
+        asked = {key: one for key, one in fresh.items() if one.doc_id in documents}
+        with self.log.shared():
+            answers = self.computed(kind, [*asked.values()]) if asked else []
+            for (key, request), answer in zip(asked.items(), answers, strict=True):
+                self.log.add(key, self._entry(request.args, answer), keep=False)
+        cut = [one for key, one in every.items() if self.log.known[key].get("cut")]
+        self._cut |= {hash(one.args[0]) for one in cut}
+        if self.progress is not None:
+            self.progress.update(len(requests) - len(asked), free=True)
+        return [self.log.known[key]["answer"] for key in keys]
+
+    def computed(self, kind: str, requests: list[Any]) -> list[Any]:
+        """The model's answers."""
+        answers: list[Any] = getattr(super(), kind)(requests, disable_tqdm=True)
+        return answers
+
+    def _loglikelihood_tokens(self, requests: Sequence[Any], **options: Any) -> Any:
+        for texts, context, choice in requests:
+            self.note_length(texts[0], len(context) + len(choice), self.max_length + self.spare)
+        if requests:
+            self.note_first(requests[0][1])
+        return super()._loglikelihood_tokens(requests, **options)
+
+    def note_length(self, prompt: str, tokens: int, most: int) -> None:
+        """Note a prompt that loses its beginning; RULER's are refused."""
+        if tokens > most and prompt in self._rows:
+            raise ModelError(
+                f"a prompt of {tokens:,} tokens and its answer are more than its "
+                f"{self.max_length:,} positions"
+            )
+        if tokens > most:
+            self._cut.add(hash(prompt))
+
+    def add_partial(self, kind: str, arguments: Sequence[Any], answer: Any) -> None:
+        """Keep an answer; `hf` calls this for each one."""
+        if isinstance(answer, tuple) and not math.isfinite(answer[0]):
+            raise ModelError(_NAN_LOGITS)
+        sampled = kind == "generate_until" and arguments[1].get("do_sample")
+        if self.log is not None and not sampled:
+            self.log.add(hash_args(kind, arguments), self._entry(arguments, answer))
+        if self.progress is not None:
+            self.progress.update(note=self.note)
+
+    def _entry(self, arguments: Sequence[Any], answer: Any) -> dict[str, Any]:
+        return {"answer": answer} | ({"cut": True} if self.is_cut(arguments[0]) else {})
+
+    def is_cut(self, prompt: str) -> bool:
+        """Whether a prompt lost its beginning, since it is longer than the model reads."""
+        return hash(prompt) in self._cut
+
+    def note_first(self, ids: Sequence[int]) -> None:
+        if self._first_tokens is None:
+            self._first_tokens = list(ids[:4])
+            names = [self.tokenizer.decode([token]) for token in self._first_tokens]
+            logger.info("the first prompt begins with the tokens %s: %s", names, ids[:4])
+
+
+class LanguageModel(LoggedAnswers, HFLM):  # type: ignore[misc]
     """lm-eval's interface to a loaded model, on one of the ranks that share a `log`.
 
     It differs from `hf` where that would change a score:
 
-    - prompts have one BOS, whether from the tokenizer or a template, and no closing token;
+    - prompts are exact, and answers logged, as `LoggedAnswers` says;
     - the settings of the model's generation_config.json, like a repetition penalty, are not used;
     - a question of RULER ends when the output contains all answers, and is never cut;
     - a template with today's date always gets 26 July 2024, the default of Llama's;
@@ -67,14 +184,10 @@ class LanguageModel(HFLM):  # type: ignore[misc]
             batch_size=1 if rope_depends_on_length(loaded.config) else batch_size,
             enable_thinking=chat.enable_thinking,
             think_end_token=chat.think_end_token,
-            chat_template_args=_template_without_date(tokenizer),
+            chat_template_args=template_without_date(tokenizer),
         )
-        self.chat, self.log, self.progress, self.note = chat, log, progress, ""
+        self.chat, self.log, self.progress = chat, log, progress
         self.cache_hook = self
-        # By prompt of RULER: the answers to look for, and whether one is enough.
-        self._rows: dict[str, tuple[list[str], bool]] = {}
-        self._cut = set[int]()  # hashes of prompts
-        self._first_tokens: list[int] | None = None
         self._batch: Sequence[str] = ()
         embeddings = len(loaded.get_input_embeddings().weight)
         ends = (tokenizer.pad_token_id, *(loaded.generation_config.eos_token_id or ()), 0)
@@ -104,19 +217,6 @@ class LanguageModel(HFLM):  # type: ignore[misc]
             turns.append({"role": "assistant", "content": prefix})
         return str(self.apply_chat_template(turns, add_generation_prompt=not prefix))
 
-    def tok_encode(
-        self,
-        string: str,
-        add_special_tokens: bool | None = None,
-        left_truncate_len: int | None = None,
-        **_: Any,
-    ) -> list[int]:
-        bos = self.tokenizer.bos_token
-        has_bos = bool(bos) and string.startswith(bos)
-        is_plain = add_special_tokens is False or (add_special_tokens is None and has_bos)
-        ids = (encode_answer if is_plain else encode_prompt)(self.tokenizer, string)
-        return ids[-left_truncate_len:] if left_truncate_len else ids
-
     def tok_batch_encode(
         self,
         strings: Sequence[str],
@@ -129,14 +229,8 @@ class LanguageModel(HFLM):  # type: ignore[misc]
         most = left_truncate_len + 1 if left_truncate_len else _NO_LIMIT
         rows = [self.tok_encode(string) for string in strings]
         for string, row in zip(strings, rows, strict=True):
-            if len(row) > most and string in self._rows:
-                raise ModelError(
-                    f"a prompt of {len(row):,} tokens and its answer are more than its "
-                    f"{self.max_length:,} positions"
-                )
-            if len(row) > most:
-                self._cut.add(hash(string))
-        self._note_first(rows[0])
+            self.note_length(string, len(row), most)
+        self.note_first(rows[0])
         width = min(most, max(map(len, rows)))
         ids = torch.full((len(rows), width), self._pad)
         mask = torch.zeros_like(ids)
@@ -202,75 +296,6 @@ class LanguageModel(HFLM):  # type: ignore[misc]
             ):
                 yield number, row[width - used : width], row[width:]
 
-    def _loglikelihood_tokens(self, requests: Sequence[Any], **options: Any) -> Any:
-        for texts, context, choice in requests:
-            if len(context) + len(choice) > self.max_length + 1:  # the last is not an input
-                self._cut.add(hash(texts[0]))
-        if requests:
-            self._note_first(requests[0][1])
-        return super()._loglikelihood_tokens(requests, **options)
-
-    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Any]:
-        # Only RULER's documents have needles.
-        own = [request for request in requests if "needles" in request.doc]
-        self._rows = {
-            request.args[0]: (request.doc["answers"], request.task_name in ANY_ANSWER)
-            for request in own
-        }
-        return self._answers("generate_until", requests)
-
-    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Any]:
-        return self._answers("loglikelihood", requests)
-
-    def _answers(self, kind: str, requests: Sequence[Any]) -> list[Any]:
-        """Answers to all requests; those that are not in the log are asked, each by one rank."""
-        assert self.log is not None
-        keys = [hash_args(kind, request.args) for request in requests]
-        for number, request in enumerate(requests):
-            # Repeats of a sampled request have different answers, which no log holds.
-            if kind == "generate_until" and request.args[1].get("do_sample"):
-                keys[number] += f"-{number}"
-        if self.progress is not None and self.progress.total is not None:
-            # It counted documents, of which each may make several requests.
-            self.progress.total += len(requests) - len({one.doc_id for one in requests})
-        every = dict(zip(keys, requests, strict=True))
-        fresh = {key: one for key, one in every.items() if key not in self.log.known}
-        # Choices of one document share a pass.
-        documents = {*self.log.share(list(dict.fromkeys(one.doc_id for one in fresh.values())))}
-        asked = {key: one for key, one in fresh.items() if one.doc_id in documents}
-        with self.log.shared():
-            answers = getattr(super(), kind)([*asked.values()], disable_tqdm=True) if asked else []
-            for (key, request), answer in zip(asked.items(), answers, strict=True):
-                self.log.add(key, self._entry(request.args, answer), keep=False)
-        cut = [one for key, one in every.items() if self.log.known[key].get("cut")]
-        self._cut |= {hash(one.args[0]) for one in cut}
-        if self.progress is not None:
-            self.progress.update(len(requests) - len(asked), free=True)
-        return [self.log.known[key]["answer"] for key in keys]
-
-    def add_partial(self, kind: str, arguments: Sequence[Any], answer: Any) -> None:
-        """Keep an answer; `hf` calls this for each one."""
-        if isinstance(answer, tuple) and not math.isfinite(answer[0]):
-            raise ModelError(_NAN_LOGITS)
-        sampled = kind == "generate_until" and arguments[1].get("do_sample")
-        if self.log is not None and not sampled:
-            self.log.add(hash_args(kind, arguments), self._entry(arguments, answer))
-        if self.progress is not None:
-            self.progress.update(note=self.note)
-
-    def _entry(self, arguments: Sequence[Any], answer: Any) -> dict[str, Any]:
-        return {"answer": answer} | ({"cut": True} if self.is_cut(arguments[0]) else {})
-
-    def is_cut(self, prompt: str) -> bool:
-        """Whether a prompt lost its beginning, since it is longer than the model reads."""
-        return hash(prompt) in self._cut
-
-    def _note_first(self, ids: Sequence[int]) -> None:
-        if self._first_tokens is None:
-            self._first_tokens = list(ids[:4])
-            names = [self.tokenizer.decode([token]) for token in self._first_tokens]
-            logger.info("the first prompt begins with the tokens %s: %s", names, ids[:4])
-
 
 class _AllAnswersGiven(StoppingCriteria):
     """Ends a row whose text holds every answer: more text cannot change its score."""
@@ -300,7 +325,7 @@ class _NanCheck(LogitsProcessor):  # type: ignore[misc]
         return scores
 
 
-def _template_without_date(tokenizer: Any) -> dict[str, str]:
+def template_without_date(tokenizer: Any) -> dict[str, str]:
     """The argument `chat_template` if the tokenizer's asks for the date: a fixed date for it."""
     if "strftime_now" not in str(tokenizer.chat_template):
         return {}

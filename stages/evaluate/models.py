@@ -43,7 +43,7 @@ from stages.versions import installed_versions
 logger = logging.getLogger(__name__)
 
 # What answers depend on besides the model and the recipe.
-_PACKAGES = ("lm-eval", "torch", "transformers")
+_PACKAGES = ("lm-eval", "torch", "transformers", "vllm")
 # Fields of samples.jsonl that no table needs.
 _TEXTS = ("answers", "question", "output")
 
@@ -121,13 +121,24 @@ def _evaluated(
     samples = sum(task.documents for task in tasks.tasks) + len(texts)
 
     def answers(model: EvaluatedModel, log: AnswerLog, bar: Progress) -> Iterator[dict[str, Any]]:
+        in_vllm = section.engine == "vllm" and bool(tasks.tasks)
         with log.shared():
-            loaded = load_evaluated(config, model, state.device)
-        rows = config.runtime.eval_batch_size
-        lm = LanguageModel(loaded, tokenizer, section, rows, log, bar)
+            if in_vllm:
+                from stages.evaluate.vllm import vllm_model
+
+                lm = vllm_model(config, model, tokenizer, log)
+            else:
+                loaded = load_evaluated(config, model, state.device)
+                lm = LanguageModel(loaded, tokenizer, section, config.runtime.eval_batch_size, log)
+        lm.progress = bar
         for task in tasks.tasks:
-            with yarn(loaded, section.ruler.yarn.get(task.length), positions, card):
+            with yarn(lm.model, section.ruler.yarn.get(task.length), positions, card):
                 yield from ask(lm, task, section)
+        if in_vllm:
+            lm.close()
+        if texts and in_vllm:
+            with log.shared():
+                loaded = load_evaluated(config, model, state.device)
         yield from losses(loaded, texts, log) if texts else ()
         bar.update(len(texts))
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field
 
@@ -59,12 +60,15 @@ class RulerConfig(Section):
         """Tokens that a model may generate in a task."""
         return NEW_TOKENS[task] if self.max_new_tokens is None else self.max_new_tokens
 
-    def faults(self, loaded: LoadedRecipe, tasks: list[str], in_chat: bool) -> Iterator[Fault]:
+    def faults(self, loaded: LoadedRecipe, evaluate: EvaluateConfig) -> Iterator[Fault]:
         """Lengths without room for an answer, and lengths beyond the model's positions."""
+        in_chat, tasks = evaluate.apply_chat_template, evaluate.ruler_tasks
         where = "evaluate.ruler"
         for length in set(self.yarn) - set(self.lengths):
             yield Fault(f"{where}.yarn", f"{length:,} is not among {where}.lengths")
         fault = yarn_fault(loaded.info.config) if loaded.info is not None and self.yarn else None
+        if self.yarn and evaluate.engine == "vllm":
+            fault = "evaluate.engine must be hf"
         if fault is not None:
             yield Fault(f"{where}.yarn", f"RoPE cannot be stretched: {fault}")
         trained = self._trained_length(loaded) or loaded.positions
@@ -77,7 +81,9 @@ class RulerConfig(Section):
                     f"{where}.max_new_tokens",
                     f"{new_tokens:,} leaves no room for a prompt in {where}.lengths = {length:,}",
                 )
-            if limit is None or length <= limit - 2 * in_chat:
+            # vLLM counts a prompt's BOS, and the last token of its answer.
+            spare = 2 * in_chat or int(evaluate.engine == "vllm")
+            if limit is None or length <= limit - spare:
                 continue
             text = f"the model's {limit:,} positions"
             if factor is not None:
@@ -89,10 +95,11 @@ class RulerConfig(Section):
                     place, f"{length:,} is more than {text}; set {where}.yarn, like {example}"
                 )
             else:
+                cause = "evaluate.apply_chat_template" if in_chat else "a prompt's BOS in vLLM"
                 yield Fault(
                     f"{where}.lengths",
-                    f"{length:,} leaves no room for evaluate.apply_chat_template in {text}; lower "
-                    f"it by about a hundred, or set a larger factor in {where}.yarn",
+                    f"{length:,} leaves no room for {cause} in {text}; lower it by about a "
+                    f"hundred, or set a larger factor in {where}.yarn",
                 )
 
     def _trained_length(self, loaded: LoadedRecipe) -> int | None:
@@ -148,6 +155,9 @@ def _check_task_folders(evaluate: Any, folders: list[str]) -> None:
 class EvaluateConfig(ChatConfig):
     """Scores of the original, the untrained hybrid and every checkpoint, by lm-eval."""
 
+    engine: Literal["hf", "vllm"] = "hf"
+    """What answers the tasks: transformers, or vLLM with the plugin for hybrids, which batches
+    faster. The loss by position is transformers' in both."""
     tasks: Annotated[list[Line], AfterValidator(different)] = Field(
         default=list(get_args(NeedleTask))
     )
@@ -194,8 +204,8 @@ def _faults(loaded: LoadedRecipe) -> Iterator[Fault]:
     yield from evaluate.faults("evaluate")
     if not evaluate.tasks and evaluate.positions is None:
         yield Fault("evaluate.tasks", "names nothing to evaluate; set tasks, presets or positions")
-    if tasks := evaluate.ruler_tasks:
-        yield from evaluate.ruler.faults(loaded, tasks, evaluate.apply_chat_template)
+    if evaluate.ruler_tasks:
+        yield from evaluate.ruler.faults(loaded, evaluate)
     if evaluate.positions is not None:
         yield from position_faults(loaded, "evaluate.positions.length", evaluate.positions.length)
 
@@ -204,6 +214,11 @@ def _missing(loaded: LoadedRecipe) -> Iterator[Fault]:
     """Missing files and packages other than the recipe's folders."""
     evaluate = loaded.recipe[EvaluateConfig]
     yield from evaluate.ruler.missing(evaluate.ruler_tasks)
+    if evaluate.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        yield Fault(
+            "evaluate.engine",
+            "vllm is not installed here; launch/setup_engine.sh vllm makes an environment with it",
+        )
     folder = loaded.info.directory if loaded.info is not None else None
     if evaluate.apply_chat_template and folder is not None and not template_of(folder):
         yield Fault(

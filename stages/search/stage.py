@@ -340,6 +340,8 @@ def _attention_faults(loaded: LoadedRecipe) -> Iterator[Fault]:
     requests = {}
     if sinks := recipe[SearchConfig].sinks:
         requests["sinks"] = f"search.sinks asks for {sinks}"
+        if (evaluate := recipe.get(EvaluateConfig)) is not None and evaluate.engine == "vllm":
+            yield Fault("evaluate.engine", "vllm serves no hybrid with search.sinks; set hf")
     if recipe.model.dtype == "float32":
         requests["float32"] = "model.dtype asks for float32"
     if _is_searchable(loaded.info):

@@ -5,12 +5,16 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from lm_eval.models.huggingface import HFLM
+from transformers import GenerationConfig
 
 from bosch.errors import LostRankError, RunError, UserError
 from bosch.mask_files import HeadMaskFile
@@ -222,6 +226,41 @@ def test_a_hybrid_has_the_recipes_backend(stages: Path) -> None:
     place = ModelConfig(path=str(stages / "materialize/model"), dtype="float32")
     model = models.load_evaluated(config, EvaluatedModel("hybrid", place), torch.device("cpu"))
     model(torch.ones(1, 2, dtype=int), output_attentions=True)  # refused unless eager
+
+
+class FakeVLLM(HFLM):  # type: ignore[misc]
+    """Takes vLLM's arguments, and asks for its token lists; answers are transformers'."""
+
+    def __init__(self, pretrained: str, dtype: str, **options: Any) -> None:
+        engine = {name: options.pop(name) for name in ("enforce_eager", "tensor_parallel_size")}
+        assert engine == {"enforce_eager": True, "tensor_parallel_size": 1}
+        assert options.pop("tokenizer_revision") is None
+        model = load_model(pretrained, dtype=dtype)
+        model.generation_config = GenerationConfig(eos_token_id=model.config.eos_token_id)
+        super().__init__(pretrained=model, batch_size=2, **options)
+        model.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))
+
+    def tok_batch_encode(self, strings: list[str], **options: Any) -> Any:
+        rows = self.tok_encode(tuple(strings))
+        assert rows == [tiny_tokenizer()(string)["input_ids"] for string in strings]
+        return super().tok_batch_encode(strings, **options)
+
+
+def test_vllm_answers_the_same_tasks_into_the_same_files(
+    stages: Path, evaluated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """lm-eval's class of that name is asked; the loss by position stays transformers'."""
+    monkeypatch.setattr("stages.evaluate.vllm.get_model", {"vllm": FakeVLLM}.__getitem__)
+    config = configured(stages)
+    section = config.section.model_copy(update={"engine": "vllm"})
+    evaluate.run(replace(config, section=section), inputs(stages), tmp_path)
+    ours, plain = ([json.loads(line) for line in (work / "samples.jsonl").open()] for work in
+                   (tmp_path, evaluated[1]))  # fmt: skip
+    assert ours == plain
+    # A prompt of RULER and its answer: no token is left for vLLM.
+    monkeypatch.setattr(FakeVLLM, "max_length", 403)
+    with pytest.raises(RunError, match="more than its 403 positions"):
+        evaluate.run(replace(config, section=section), inputs(stages), tmp_path / "short")
 
 
 def test_answers_repeat_in_a_chat_template(stages: Path, tmp_path: Path) -> None:

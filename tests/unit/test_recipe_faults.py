@@ -175,6 +175,19 @@ def test_all_faults_between_valid_fields_are_reported_at_once(case: Case) -> Non
     )
 
 
+def test_vllm_needs_its_package_room_for_a_token_more_and_no_sinks(case: Case) -> None:
+    case.change_config(max_position_embeddings=512)
+    load_recipe(case.file, ["evaluate.ruler.lengths=[512]"], env={})
+    vllm = "evaluate.engine=vllm"
+    fits = case.fault(vllm, "evaluate.ruler.lengths=[511]")
+    assert "vllm is not installed here; launch/setup_engine.sh vllm" in fits
+    asked = ["evaluate.ruler.lengths=[512,1024]", "evaluate.ruler.yarn={1024: 2}", "search.sinks=4"]
+    message = case.fault(vllm, *asked)
+    assert "evaluate.ruler.lengths: 512 leaves no room for a prompt's BOS in vLLM" in message
+    assert "evaluate.ruler.yarn: RoPE cannot be stretched: evaluate.engine must be hf" in message
+    assert "evaluate.engine: vllm serves no hybrid with search.sinks" in message
+
+
 def _check_lines(message: str, starts: list[str]) -> None:
     lines = message.splitlines()
     assert lines[0] == f"{len(starts)} faults"
