@@ -97,33 +97,13 @@ def _refuse(error: OSError) -> NoReturn:
 
 # Files of a model directory from which its tokenizer is read.
 _TOKENIZER_PATTERNS = (
-    "tokenizer.json",
-    "vocab.json",
-    "tekken.json",
-    "vocab-src.json",
-    "vocab-tgt.json",
-    "emoji.json",
-    "entity_vocab.json",
-    "byte_maps.json",
-    "word_shape.json",
-    "word_pronunciation.json",
-    "*.model",
-    "*.spm",
-    "*.tiktoken",
-    "*.jinja",
-    "additional_chat_templates/*.jinja",
-    "merges.txt",
-    "vocab.txt",
-    "vocab.bpe",
-    "bpe.codes",
-    "prophetnet.tokenizer",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "normalizer.json",
-    "chat_template.json",
-    "tokenization_*.py",
-)
+    "tokenizer.json", "vocab.json", "tekken.json", "vocab-src.json", "vocab-tgt.json",
+    "emoji.json", "entity_vocab.json", "byte_maps.json", "word_shape.json",
+    "word_pronunciation.json", "*.model", "*.spm", "*.tiktoken", "*.jinja",
+    "additional_chat_templates/*.jinja", "merges.txt", "vocab.txt", "vocab.bpe", "bpe.codes",
+    "prophetnet.tokenizer", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "normalizer.json", "chat_template.json", "tokenization_*.py",
+)  # fmt: skip
 
 
 def tokenizer_files(directory: Path) -> list[str]:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import logging
 import math
-from contextlib import AbstractContextManager, nullcontext
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from torch import Tensor
@@ -27,12 +31,12 @@ from torch.profiler import schedule as profiler_schedule
 from bosch.errors import RunError
 from bosch.hybrid import layouts_of
 from bosch.ranks import limit_collectives
+from bosch.this_process import STOP_SIGNALS
 from stages.context import Runtime
 from stages.formats import format_bytes
 from stages.published import TENSORBOARD
 from stages.train.checkpoint import CheckpointWriter
 from stages.train.data import Batch, Collate, PackedSequences
-from stages.train.decisions import RestartTimer
 from stages.train.loss import IGNORED
 from stages.train.metrics import MetricsLog, Stopwatch, peak_flops, peak_memory
 from stages.train.parallel import sharding_layout
@@ -310,3 +314,43 @@ class Loop:
                     optim_state_dict=state["optimizer"],
                 )
         self.step = restart_step(point)
+
+
+class RestartTimer:
+    """Decides when a restart point is due (steps, minutes), and when a signal stops training."""
+
+    def __init__(self, runtime: Runtime, device: torch.device) -> None:
+        self._every = runtime.save_every_steps
+        self._seconds = runtime.save_every_minutes * 60
+        self._device = device
+        self._last = time.monotonic()
+        self._signalled = False
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """In this block SIGTERM, SIGUSR1 and SIGHUP stop training at the end of a step."""
+        before = {number: signal.signal(number, self._receive) for number in STOP_SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: Any) -> None:
+        self._signalled = True
+
+    def decide(self, step: int) -> tuple[bool, bool]:
+        """Whether a restart point is due at the end of step `step`, and whether training stops.
+
+        All processes call it and get the same answer; a signal to one of them is enough.
+        """
+        late = time.monotonic() - self._last >= self._seconds
+        flags = torch.tensor([late, self._signalled], dtype=torch.int32)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            flags = flags.to(self._device)
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        late, stop = (bool(flag) for flag in flags.tolist())
+        is_due = late or stop or step % self._every == 0
+        if is_due:
+            self._last = time.monotonic()
+        return is_due, stop

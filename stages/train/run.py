@@ -39,11 +39,15 @@ from stages.train.model import (
     shard_and_fill,
     shard_teacher,
 )
-from stages.train.optimizer import make_optimizer, parameter_groups
 from stages.train.schedule import make_schedule
 from stages.train.stage import CHECKPOINTS, METRICS, TrainConfig, TrainingSummary, checkpoint_name
 from stages.train.storage import RestartPoints, checkpoint_hashes, restart_step, wait
-from stages.train.trainable import first_adapters, untrained_parameters
+from stages.train.trainable import (
+    first_adapters,
+    make_optimizer,
+    parameter_groups,
+    untrained_parameters,
+)
 
 logger = logging.getLogger(__name__)
 

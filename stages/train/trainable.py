@@ -1,4 +1,4 @@
-"""The trained weights: all, only attention's, or additional low-rank adapters (LoRA)."""
+"""The trained weights: all, only attention's, or low-rank adapters (LoRA); and their optimizer."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers.trainer_pt_utils import get_parameter_names
 
 from bosch.model.interface import attention_modules
 from bosch.model.loading import load_model
@@ -20,6 +22,9 @@ _ADAPTER = "default"  # peft's name of a model's only adapter
 _A, _B = f"lora_A.{_ADAPTER}.weight", f"lora_B.{_ADAPTER}.weight"
 # Mamba's layers use this linear map's weight without calling it: an adapter would have no effect.
 _UNCALLED = "dt_proj"
+# Patterns of parameters without weight decay: those of transformers' Trainer, which decays
+# `norm_f` (Nemotron-H) and `post_norm1` (HyperCLOVA X).
+_NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(^|\.|_)norm(_f|\d*)($|\.)"]
 _BASE = re.compile(r"\.base_layer(?=\.(weight|bias)$)")
 
 
@@ -120,3 +125,22 @@ def merged(state: dict[str, Tensor], lora: LoraConfig) -> dict[str, Tensor]:
             value = (value.float() + lora.alpha / lora.rank * (b @ a)).to(value.dtype)
         result[plain] = value
     return result
+
+
+def make_optimizer(model: Any, train: TrainConfig) -> Optimizer:
+    """AdamW over the trainable parameters of `model`, which under FSDP must be sharded already."""
+    groups = parameter_groups(model, train.weight_decay)
+    betas = (train.adam_beta1, train.adam_beta2)
+    return torch.optim.AdamW(groups, lr=train.learning_rate, betas=betas, fused=True)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups of trainable parameters: with weight decay; without (biases and norms)."""
+    decayed_names = set(get_parameter_names(model, [nn.LayerNorm], _NOT_DECAYED))
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    decayed = [parameter for name, parameter in trained if name in decayed_names]
+    not_decayed = [parameter for name, parameter in trained if name not in decayed_names]
+    return [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": not_decayed, "weight_decay": 0.0},
+    ]

@@ -50,11 +50,10 @@ from stages.train.model import (
     shard_teacher,
     use_grouped_experts,
 )
-from stages.train.optimizer import parameter_groups
 from stages.train.schedule import Schedule, make_schedule
 from stages.train.stage import LoraConfig, TrainConfig
 from stages.train.storage import RestartPoints, disk_errors, restart_step
-from stages.train.trainable import restrict_training, untrained_parameters
+from stages.train.trainable import parameter_groups, restrict_training, untrained_parameters
 from tests.hybrid_case import random_mask, small_model, tokens
 from tests.peak_memory import TensorBytes
 from tests.training_case import SEQUENCE_LENGTH, SEQUENCES, make_case, stage_config

@@ -21,10 +21,9 @@ from bosch.window import Window
 from stages.context import Runtime
 from stages.shape import stored_shape
 from stages.stage import ModelInfo
-from stages.train import decisions
+from stages.train import loop as training_loop
 from stages.train import run as training
-from stages.train.decisions import RestartTimer
-from stages.train.loop import Loop
+from stages.train.loop import Loop, RestartTimer
 from stages.train.loss import install_loss
 from stages.train.metrics import peak_flops, step_flops
 from stages.train.stage import TrainConfig
@@ -154,7 +153,7 @@ def test_minutes_until_a_restart_point_count_from_the_last_one(
 ) -> None:
     """Every five steps of three minutes each, and after ten minutes without a point."""
     step = 0
-    monkeypatch.setattr(decisions, "time", SimpleNamespace(monotonic=lambda: 180.0 * step))
+    monkeypatch.setattr(training_loop, "time", SimpleNamespace(monotonic=lambda: 180.0 * step))
     runtime = Runtime(save_every_steps=5, save_every_minutes=10)
     timer, due = RestartTimer(runtime, torch.device("cpu")), []
     for step in range(1, 11):
