@@ -85,6 +85,9 @@ class Runtime(Section):
     """Steps between the restart points of training."""
     save_every_minutes: Minutes = 30
     """Minutes after which training writes a restart point at the next step's end."""
+    answers_every_steps: Count | None = None
+    """Steps of training between scores of the search's examples: the share of answers that the
+    hybrid generates as the original does, and their log-likelihood; default: none."""
     timeout_minutes: Minutes = 360
     """Longest wait of a process for separate work of other processes, and of other nodes for a
     stage of the first one: loading, saving, samples of the evaluation."""

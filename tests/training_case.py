@@ -124,7 +124,7 @@ def stage_config(
 
 def train_here(case: Path, work_dir: Path, **changes: Any) -> dict[str, Any]:
     """Run the stage in this process."""
-    inputs = {name: case / name for name in ("prepare", "materialize")}
+    inputs = {name: case / name for name in ("prepare", "search", "materialize")}
     work_dir.mkdir(parents=True, exist_ok=True)
     return run(stage_config(**changes), inputs, work_dir)
 

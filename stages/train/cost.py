@@ -51,6 +51,12 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
         computed += shape.forward_flops(tokens, length)
     if checkpointing != "none":
         computed += _recomputed_flops(shape, checkpointing, flops + unneeded, tokens)
+    if recipe.runtime.answers_every_steps:
+        runs = -(-train.optimizer_steps // recipe.runtime.answers_every_steps)
+        asked = recipe[PrepareConfig].calibration
+        computed += runs * shape.forward_flops(
+            asked.examples * asked.length, asked.length, window_shares(rows)
+        )
     efficiency = devices.efficiency or (EXPERTS_EFFICIENCY if shape.experts else EFFICIENCY)
     saved = len(train.checkpoint_steps) * shape.parameters * BYTES[recipe[MaterializeConfig].dtype]
     # The older restart point is kept until the newer is complete.

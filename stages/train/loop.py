@@ -35,6 +35,7 @@ from bosch.this_process import STOP_SIGNALS
 from stages.context import Runtime
 from stages.formats import format_bytes
 from stages.published import TENSORBOARD
+from stages.train.answers import Answers
 from stages.train.checkpoint import CheckpointWriter
 from stages.train.data import Batch, Collate, PackedSequences
 from stages.train.loss import IGNORED
@@ -69,6 +70,7 @@ class Loop:
     restarts: RestartPoints
     checkpoint_writer: CheckpointWriter
     metrics_log: MetricsLog | None
+    answers: Answers | None
     flops: float  # of a step
     planned_memory: float  # bytes of this process at the peak, as `plan` computes them
     step: int = 0
@@ -97,7 +99,7 @@ class Loop:
             self.update(loss, norm)
             limit_collectives(self.runtime.collective_timeout_minutes)  # all have compiled now
             is_due, stop = self.timer.decide(self.step)
-            self.log(loss, norm)
+            self.log(loss, norm, self.score())
             self.save(is_due)
             profiler.step()
             if self.step == first + 1 and self.metrics_log is not None:
@@ -208,17 +210,26 @@ class Loop:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def log(self, loss: float, norm: float) -> None:
+    def score(self) -> dict[str, float]:
+        """Scores of the search's examples, where they are due."""
+        if self.answers is None:
+            return {}
+        if self.step % self.answers.every and self.step < self.schedule.steps:
+            return {}
+        with self.stopwatch.timed("answers"):
+            return self.answers.score(self.model, self.accelerator.device)
+
+    def log(self, loss: float, norm: float, scores: dict[str, float]) -> None:
         """Write the step's line of the metrics."""
         seconds, by_name = self.stopwatch.read()
         if self.metrics_log is None:
             return
         checkpoints = by_name.get("checkpoint", 0.0)
-        seconds = max(seconds - checkpoints, 1e-9)
+        seconds = max(seconds - checkpoints - by_name.get("answers", 0.0), 1e-9)
         peak = self._peak_flops  # None if unknown
         with disk_errors(METRICS, self.restarts.directory.parent):
             self.metrics_log.write(
-                self.step, loss, norm, learning_rate=self.learning_rate,
+                self.step, loss, norm, learning_rate=self.learning_rate, **scores,
                 tokens_per_second=round(self.schedule.batch_tokens / seconds, 1),
                 mfu=self.flops / seconds / peak if peak else None,
                 memory=peak_memory(),

@@ -121,6 +121,17 @@ def cross_entropy(labels: Tensor) -> ChunkLoss:
     return chunk_loss
 
 
+def counting_wrong(labels: Tensor, wrong: Tensor) -> ChunkLoss:
+    """`cross_entropy` that adds the number of `labels` that are not the likeliest token."""
+
+    def chunk_loss(logits: Tensor, rows: slice) -> Tensor:
+        predicted = labels[rows] != IGNORED
+        wrong.add_(((logits.argmax(-1) != labels[rows]) & predicted).sum())
+        return cross_entropy(labels)(logits, rows)
+
+    return chunk_loss
+
+
 def liger_cross_entropy(head: Any, states: Tensor, labels: Tensor, config: Any) -> Tensor:
     """The sum of the cross-entropy by Liger's fused kernel."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
@@ -152,6 +163,9 @@ def install_loss(
     for any module. With `liger` its kernel computes the loss, except for scaled logits (Cohere,
     Granite) and `distillation`, for which it is computed in chunks.
 
+    With `count_wrong` the pass computes the cross-entropy, and returns the number of labels that
+    are not the likeliest token beside it.
+
     With `context_parallel` it takes whole sequences and computes this process's tokens; the loss is
     their part of the sum.
     """
@@ -169,6 +183,7 @@ def install_loss(
         labels: Tensor,
         position_ids: Tensor | None = None,
         num_items_in_batch: int | None = None,
+        count_wrong: bool = False,
     ) -> dict[str, Tensor]:
         targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         # The loss is 0 if nothing is predicted.
@@ -178,8 +193,12 @@ def install_loss(
             position_ids = context_parallel.begin(rows, length, position_ids, targets.device)
             input_ids, targets = (context_parallel.local(ids) for ids in (input_ids, targets))
         flat_targets = targets.flatten()
+        wrong = torch.zeros((), device=targets.device)
         loss_of: HeadLoss
-        if distillation is not None:
+        if count_wrong:
+            chunk_loss = counting_wrong(flat_targets, wrong)
+            loss_of = partial(head_loss, config=config, chunk_loss=chunk_loss)
+        elif distillation is not None:
             loss_of = distillation(config, input_ids, targets, position_ids)
         elif uses_liger:
             loss_of = partial(liger_cross_entropy, labels=flat_targets, config=config)
@@ -188,7 +207,7 @@ def install_loss(
         decoder = self.get_decoder()
         output = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False)
         loss = self.get_output_embeddings()(output.last_hidden_state, loss_of)
-        return {"loss": loss / count}
+        return {"loss": loss / count, **({"wrong": wrong} if count_wrong else {})}
 
     head = model.get_output_embeddings()
     head.forward = MethodType(head_forward, head)

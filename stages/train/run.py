@@ -25,6 +25,7 @@ from stages.context import StageConfig
 from stages.materialize.stage import MODEL, MaterializeConfig
 from stages.prepare.stage import PACKED_DATA
 from stages.train import parallel
+from stages.train.answers import Answers
 from stages.train.checkpoint import CheckpointWriter
 from stages.train.data import PackedSequences, collate, collate_documents
 from stages.train.distillation import TeacherLoss, load_teacher
@@ -154,6 +155,7 @@ def build_loop(
             work_dir, model_dir, saved_dtype(model_dir), max_shard_size
         ),
         metrics_log=metrics_log,
+        answers=Answers.of(runtime, inputs),
         flops=flops,
         planned_memory=memory.peak,
     )

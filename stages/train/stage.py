@@ -144,6 +144,8 @@ class TrainingStep(Record):
 
     Loss and norm are None if not finite. `tokens_per_second` and `mfu` leave out the
     `checkpoint_seconds` since the step before. `memory`: peak bytes of the first process.
+    `answers`: the share of the search's examples that the hybrid answers as the original does,
+    with their `answer_log_likelihood` in nats (`runtime.answers_every_steps`).
     """
 
     step: int
@@ -158,6 +160,8 @@ class TrainingStep(Record):
     data_seconds: float | None = None
     checkpoint_seconds: float | None = None
     seconds_left: float | None = None
+    answers: float | None = None
+    answer_log_likelihood: float | None = None
 
 
 def read_metrics(train: Path) -> list[TrainingStep]:

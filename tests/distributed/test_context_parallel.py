@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -209,7 +210,11 @@ def test_models_on_split_sequences_equal_those_of_one_process() -> None:
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_case(tmp_path_factory.mktemp("case"))
+    case = make_case(tmp_path_factory.mktemp("case"))
+    (case / "search").mkdir()
+    records = [{"input_ids": [*range(5 + n)], "answer_length": 1 + n} for n in range(3)]
+    (case / "search" / "calibration.jsonl").write_text("\n".join(map(json.dumps, records)))
+    return case
 
 
 @pytest.mark.parametrize(
@@ -225,7 +230,7 @@ def test_training_on_split_sequences_equals_that_of_one_process(
     """With 32 tokens, 8 or 4 to a chunk, and a window of 6."""
     changes: dict[str, Any] = {
         "train": {**train, "total_tokens": 384, "checkpoint_tokens": []},
-        "runtime": {"micro_batch_size": 1},
+        "runtime": {"micro_batch_size": 1, "answers_every_steps": 2},
     }
     train_here(case, tmp_path / "one", **changes)
     changes["runtime"] |= {
@@ -236,5 +241,7 @@ def test_training_on_split_sequences_equals_that_of_one_process(
     # AdamW scales up the rounding of a small divergence's gradients.
     near = 1e-4 if "teacher" in train else 1e-6
     for ours, theirs in zip(metrics(tmp_path / "many"), metrics(tmp_path / "one"), strict=True):
-        for name in ("loss", "grad_norm"):
+        assert ours.get("answers") == theirs.get("answers"), ours["step"]
+        names = ("loss", "grad_norm", *(["answer_log_likelihood"] if "answers" in theirs else []))
+        for name in names:
             assert ours[name] == pytest.approx(theirs[name], rel=near), (name, ours["step"])
