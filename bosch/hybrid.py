@@ -788,7 +788,7 @@ def bands(keys: Tensor, block: int, window: int) -> Tensor:
     """Keys [H, n*C + W, D] as bands [n, H, C + W, D]; a view, differentiable."""
     width = block + window
     if keys.requires_grad and torch.is_grad_enabled():
-        return _Bands.apply(keys, block, width)  # type: ignore[no-untyped-call]
+        return _Bands.apply(keys, block, width)
     return _view(keys, block, width)
 
 
@@ -1089,19 +1089,19 @@ def attention_of(layer: nn.Module) -> list[nn.Module]:
     return [child for child in layer.children() if "Attention" in type(child).__name__]
 
 
-def hybrid_modules(model: Any) -> list[nn.Module | None]:
+def hybrid_modules(model: PreTrainedModel) -> list[nn.Module | None]:
     """The attention module of each layer in search or deploy mode, None without attention."""
     modules = [attention_of(layer) for layer in model.get_decoder().layers]
     return [next((m for m in found if head_state(m) is not None), None) for found in modules]
 
 
-def layouts_of(model: Any) -> list[HeadLayout | None]:
+def layouts_of(model: PreTrainedModel) -> list[HeadLayout | None]:
     """Layouts of all layers in search or deploy mode, None for a layer without attention."""
     modules = hybrid_modules(model)
     return [None if module is None else required_state(module).layout for module in modules]
 
 
-def set_layouts(model: Any, layouts: Sequence[HeadLayout | None], backend: str) -> None:
+def set_layouts(model: PreTrainedModel, layouts: Sequence[HeadLayout | None], backend: str) -> None:
     """Set the layout and backend of each decoder layer; None is a layer without attention."""
     for layer, layout in zip(model.get_decoder().layers, layouts, strict=True):
         if layout is not None:
@@ -1292,7 +1292,7 @@ def register_attention() -> None:
 _States: TypeAlias = tuple[Tensor, Tensor]  # keys and values of a group, [B, HG, T, D]
 
 
-class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
+class WindowLayer(DynamicSlidingWindowLayer):
     """The last W - 1 tokens, and the sinks once they are not among these."""
 
     keys: Any
@@ -1301,7 +1301,7 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
     def __init__(self, window: Window) -> None:
         super().__init__(window.size)
         self.window = window
-        self.sinks: Any = DynamicLayer()  # type: ignore[no-untyped-call]
+        self.sinks: Any = DynamicLayer()
 
     def settle(self, seen: _States, context: AttentionContext) -> None:
         """Keep the sinks, and drop what no later query sees; `context` is the pass of `seen`."""
@@ -1334,14 +1334,14 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
             self.sinks.reset()  # they are among the recent tokens again
 
 
-class FixedLayer(StaticLayer):  # type: ignore[no-untyped-call]
+class FixedLayer(StaticLayer):
     """A place for every token; tokens can be taken back."""
 
     def crop(self, tokens_to_remove: int) -> None:
         self.cumulative_length.add_(tokens_to_remove).clamp_(min=0)
 
 
-class FixedWindowLayer(FixedLayer):  # type: ignore[no-untyped-call]
+class FixedWindowLayer(FixedLayer):
     """The last W tokens, the newest in the last place, and the sinks; or every token if it fits."""
 
     keys: Any
@@ -1383,7 +1383,7 @@ class FixedWindowLayer(FixedLayer):  # type: ignore[no-untyped-call]
 def _part(window: Window | None, room: int | None) -> Any:
     """Cache layer of one group of heads."""
     if window is None:
-        return DynamicLayer() if room is None else FixedLayer(room)  # type: ignore[no-untyped-call]
+        return DynamicLayer() if room is None else FixedLayer(room)
     return WindowLayer(window) if room is None else FixedWindowLayer(window, room)
 
 
@@ -1397,7 +1397,7 @@ def _each(name: str) -> Callable[..., None]:
     return call
 
 
-class HeadGroupsLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+class HeadGroupsLayer(CacheLayerMixin):
     """Cache of one layer; attention settles the states that `update` returns after reading them."""
 
     is_sliding = False
@@ -1475,7 +1475,7 @@ class HeadGroupsLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Keep all tokens of a pass until `crop`, so that it can take some back."""
         for part in self.parts:
             if isinstance(part, WindowLayer):
-                part.activate_past_recording()  # type: ignore[no-untyped-call]
+                part.activate_past_recording()
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise as `crop` does, and change nothing."""
@@ -1525,7 +1525,7 @@ def _both(name: str) -> Callable[..., None]:
     return call
 
 
-class HeadGroupsAndStatesLayer(  # type: ignore[misc, no-untyped-call]
+class HeadGroupsAndStatesLayer(  # type: ignore[misc]
     HeadGroupsLayer, LinearAttentionLayer
 ):
     """Cache of a layer that also has states of fixed size."""
@@ -1595,7 +1595,7 @@ class HybridCache(Cache):
         Raises as the layers do, and RuntimeError for recurrent states, unless all tokens go.
         """
         if 0 < self.get_seq_length() <= -tokens_to_remove:
-            self.reset()  # type: ignore[no-untyped-call]
+            self.reset()
             return
         for layer in self.layers:
             if isinstance(layer, HeadGroupsLayer):
@@ -1762,7 +1762,7 @@ def _empty(model_type: str, kind: int) -> Any:
     return found.__new__(found)
 
 
-class HybridModelMixin(PreTrainedModel):  # type: ignore[no-untyped-call]
+class HybridModelMixin(PreTrainedModel):
     """Adds layouts, a backend and a cache to the model class of a family."""
 
     _kind: int  # the place in `hybrid_classes`
@@ -1770,11 +1770,11 @@ class HybridModelMixin(PreTrainedModel):  # type: ignore[no-untyped-call]
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         layouts = deploy_layouts(config)
         super().__init__(config, *args, **kwargs)
-        decoder: Any = self.get_decoder()  # type: ignore[no-untyped-call]
+        decoder: Any = self.get_decoder()
         if text_config(config) is not config:  # the text config has its own implementation
             decoder.set_attn_implementation(NAME)
         set_layouts(self, layouts, self._hybrid_backend)
-        self.register_load_state_dict_pre_hook(_reorder_adapters)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_reorder_adapters)
         # At the decoder, since libraries replace the `forward` of the whole model.
         prepare = functools.partial(_prepare_pass, config.hybrid_attention["mixes_documents"])
         decoder.register_forward_pre_hook(prepare, with_kwargs=True)
@@ -1878,7 +1878,7 @@ class HybridModelMixin(PreTrainedModel):  # type: ignore[no-untyped-call]
         elif generation_config.cache_implementation in (None, "dynamic"):
             cache = self.new_cache()
             if generation_config.is_assistant:
-                cache.activate_past_recording()  # type: ignore[no-untyped-call]
+                cache.activate_past_recording()
         else:
             raise ValueError(
                 f"cache_implementation='{generation_config.cache_implementation}' has no hybrid "
@@ -1955,7 +1955,7 @@ def adopt_cache(model: PreTrainedModel, cache: Cache) -> None:
         return
     new = HybridCache.of(model, _cache_room(cache) if isinstance(cache, StaticCache) else None)
     if any(getattr(layer, "record_past", False) for layer in layers):
-        new.activate_past_recording()  # type: ignore[no-untyped-call]
+        new.activate_past_recording()
     cache.layers, cache.layer_class_to_replicate = new.layers, None
 
 

@@ -76,7 +76,7 @@ def visit_gradients(model: Any, example: CalibrationExample, visit: Visit) -> No
         answer_rows = example.answer_length + 1  # no logits for the prompt
         output = model(input_ids=ids[None], use_cache=False, logits_to_keep=answer_rows)
         logits = output.logits[0, :-1].float()
-        functional.cross_entropy(logits, answer.to(logits.device)).backward()  # type: ignore[no-untyped-call]
+        functional.cross_entropy(logits, answer.to(logits.device)).backward()
 
 
 def summed_terms(
@@ -134,7 +134,7 @@ def _attend(show: Callable[[LayerStates], None], module: nn.Module, call: Attent
             by_head = gradient.detach().transpose(1, 2)[0]
             show(LayerStates(queries, keys, values, transform, by_head))
 
-        out.register_hook(show_gradient)  # type: ignore[no-untyped-call]
+        out.register_hook(show_gradient)
     else:
         show(LayerStates(queries, keys, values, transform))
     return out.contiguous()

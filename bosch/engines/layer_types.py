@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from bosch.errors import UserError
 from bosch.hybrid import CODE_FILE
@@ -43,7 +43,7 @@ def export(model_dir: Path, output: Path) -> Path:
     return output
 
 
-def plain_config(config: Any) -> Any:
+def plain_config(config: PreTrainedConfig) -> Any:
     """The base model's configuration with the hybrid's layers in `layer_types`."""
     table, kinds = config.hybrid_attention, decoder_layers(config)
     rows = [set(row) for row in table["windows"]]
@@ -56,7 +56,7 @@ def plain_config(config: Any) -> Any:
         )
     if not sizes:
         raise UserError("no head of this model slides: use its original")
-    plain: Any = CONFIG_MAPPING[base_type(config)].from_dict(base_content(config))
+    plain: PreTrainedConfig = CONFIG_MAPPING[base_type(config)].from_dict(base_content(config))
     text, (size,) = text_config(plain), sizes
     own = getattr(text, "layer_types", None) or [FULL_ATTENTION] * text.num_hidden_layers
     if _SLIDING in own and text.sliding_window != size:
@@ -81,7 +81,7 @@ def _check(model_dir: Path, output: Path, window: int) -> None:
     vocabulary = text_config(load_config(str(output))).vocab_size
     ids = torch.randint(vocabulary, (1, 2 * window + 1), generator=torch.Generator().manual_seed(0))
 
-    def logits(folder: Path, config: Any = None) -> Any:
+    def logits(folder: Path, config: PreTrainedConfig | None = None) -> Any:
         model = load_model(folder, dtype="float32", config=config)
         return model(input_ids=ids, use_cache=False).logits[0, window:]
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from bosch.errors import UserError
 from bosch.hybrid import CODE_FILE
@@ -96,7 +97,7 @@ def export(model_dir: Path, output: Path) -> Path:
     return output
 
 
-def _check_form(model: Any) -> None:
+def _check_form(model: PreTrainedModel) -> None:
     layers = model.get_decoder().layers
     kinds = decoder_layers(model.config)
     attention = layers[0].self_attn
@@ -128,7 +129,7 @@ def _groups(row: list[int]) -> list[Group]:
     return [(row.count(size), size) for size in sizes]
 
 
-def _write_graph(model: Any, output: Path) -> list[Group]:
+def _write_graph(model: PreTrainedModel, output: Path) -> list[Group]:
     """Write model.onnx with its weights beside it; returns the groups, in the caches' order."""
     graph = _Graph()
     onnx, decoder, config = graph.onnx, model.get_decoder(), model.config
@@ -223,7 +224,7 @@ def _save(graph: _Graph, caches: list[Group], size: int, vocabulary: int, output
     )
 
 
-def _write_config(model: Any, caches: list[Group], output: Path) -> None:
+def _write_config(model: PreTrainedModel, caches: list[Group], output: Path) -> None:
     config, kinds = model.config, decoder_layers(model.config)
     sliding = [number for number, (_, window) in enumerate(caches) if window]
     end = model.generation_config.eos_token_id
@@ -273,7 +274,7 @@ def _write_config(model: Any, caches: list[Group], output: Path) -> None:
 
 
 @torch.no_grad()
-def _check(model: Any, caches: list[Group], output: Path) -> None:
+def _check(model: PreTrainedModel, caches: list[Group], output: Path) -> None:
     """Compare logits with the hybrid's, after a prompt longer than the windows and a few tokens."""
     import onnxruntime_genai
 

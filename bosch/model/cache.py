@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from bosch.hybrid import CACHE_NAME
@@ -41,7 +42,7 @@ def _states(layer: Any) -> Iterator[Tensor]:
         yield from (x for x in getattr(layer, name, {}).values() if x is not None)
 
 
-def state_bytes(model: Any) -> int:
+def state_bytes(model: PreTrainedModel) -> int:
     """Bytes of a model's states of fixed size for one sequence."""
     if not decoder_layers(model.config).states:
         return 0

@@ -57,12 +57,6 @@ class CacheSize:
         return cls(heads, 2 * layers.head_dim * itemsize, own_windows, state_bytes)
 
     @property
-    def sliding(self) -> dict[Window, int]:
-        """KV heads of each window, from the widest down."""
-        windows = sorted((w for w in self.heads if w is not None), key=lambda w: -w.size)
-        return {window: self.heads[window] for window in windows}
-
-    @property
     def original_per_token(self) -> int:
         """Growth per token of the original model's cache."""
         return self.bytes_per_head * sum(self.heads.values())
@@ -75,8 +69,8 @@ class CacheSize:
     @property
     def sliding_bytes(self) -> int:
         """Most bytes of the sliding heads in a HybridCache, at any context length."""
-        slots = (count * (window.past + window.sinks) for window, count in self.sliding.items())
-        return self.bytes_per_head * sum(slots)
+        windows = ((window, count) for window, count in self.heads.items() if window is not None)
+        return self.bytes_per_head * sum(n * (window.past + window.sinks) for window, n in windows)
 
     def original(self, tokens: int) -> int:
         """Bytes of the original model's cache after `tokens` tokens of one sequence."""
@@ -84,14 +78,18 @@ class CacheSize:
 
     def dynamic(self, tokens: int) -> int:
         """Bytes of a HybridCache after `tokens` tokens of one sequence."""
-        slots = sum(count * window.held(tokens) for window, count in self.sliding.items())
-        return self.per_token * tokens + self.bytes_per_head * slots + self._others(tokens)
+        slots = (
+            n * (window.held(tokens) if window else tokens) for window, n in self.heads.items()
+        )
+        return self.bytes_per_head * sum(slots) + self._others(tokens)
 
     def static(self, room: int) -> int:
         """Bytes of a HybridCache with fixed room for `room` tokens of one sequence."""
-        slots = sum(count * min(window.max_keys, room) for window, count in self.sliding.items())
+        slots = (
+            n * (min(window.max_keys, room) if window else room) for window, n in self.heads.items()
+        )
         own_bytes = sum(w.bytes_per_head * w.heads * min(w.window, room) for w in self.own_windows)
-        return self.per_token * room + self.bytes_per_head * slots + own_bytes + self.state_bytes
+        return self.bytes_per_head * sum(slots) + own_bytes + self.state_bytes
 
     def _others(self, tokens: int) -> int:
         """Bytes of the layers without full attention."""

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bosch.errors import UserError
 from bosch.masks import HeadMask
 from bosch.model.families import HYBRID_PREFIX, decoder_layers
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
-def is_hybrid(config: Any) -> bool:
+
+def is_hybrid(config: PreTrainedConfig) -> bool:
     """Whether a configuration is that of a hybrid model."""
     return str(getattr(config, "model_type", "")).startswith(HYBRID_PREFIX)
 
 
-def hybrid_mask(config: Any) -> HeadMask:
+def hybrid_mask(config: PreTrainedConfig) -> HeadMask:
     """The head mask of a hybrid's configuration; UserError if it is damaged.
 
     It has a row for each layer with full attention in the base model. The weights hold the heads in
@@ -36,7 +39,7 @@ def hybrid_mask(config: Any) -> HeadMask:
     )
 
 
-def base_content(config: Any) -> dict[str, Any]:
+def base_content(config: PreTrainedConfig) -> dict[str, Any]:
     """Content of a hybrid model's configuration in its family's form, without the head layout."""
     content: dict[str, Any] = config.to_dict()
     for name in (

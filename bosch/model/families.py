@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bosch.backends import WIDEST_HEAD
 from bosch.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 HYBRID_PREFIX = "hybrid_"
 SLIDING = "sliding_attention"
@@ -65,7 +68,7 @@ LAYER_KINDS = tuple(dict.fromkeys((*_FULL, *_SLIDING, *_STATES, *_NOTHING)))
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
 
 
-def text_config(config: Any) -> Any:
+def text_config(config: PreTrainedConfig) -> Any:
     """Configuration of the text decoder, which a multimodal model's configuration contains.
 
     Raises UserError if it is not a configuration: for text families transformers accepts any value.
@@ -80,12 +83,12 @@ def text_config(config: Any) -> Any:
     return text
 
 
-def base_type(config: Any) -> str:
+def base_type(config: PreTrainedConfig) -> str:
     """model_type of a model, or of a hybrid's base model."""
     return str(config.model_type).removeprefix(HYBRID_PREFIX)
 
 
-def max_positions(config: Any) -> int | None:
+def max_positions(config: PreTrainedConfig) -> int | None:
     """Positions of the text decoder with its RoPE; None if the configuration states no limit."""
     text = text_config(config)
     positions = getattr(text, "max_position_embeddings", None)
@@ -113,7 +116,7 @@ def scaled_positions(model_type: str, positions: int | None, rope: Any) -> int |
     return max(positions, int(factor * original))
 
 
-def drop_idle_window(config: Any) -> None:
+def drop_idle_window(config: PreTrainedConfig) -> None:
     """Set a window as long as all positions, as in Phi-3.5 and Phi-4-mini, to None."""
     text = text_config(config)
     if getattr(text, "layer_types", None) is not None:
@@ -123,7 +126,7 @@ def drop_idle_window(config: Any) -> None:
         text.sliding_window = None
 
 
-def decoder_layers(config: Any) -> DecoderLayers:
+def decoder_layers(config: PreTrainedConfig) -> DecoderLayers:
     """The kinds of a decoder's layers and the sizes of their heads."""
     text = text_config(config)
     types = _layer_types(text)
@@ -144,7 +147,7 @@ def decoder_layers(config: Any) -> DecoderLayers:
     )
 
 
-def _layer_types(text: Any) -> list[str]:
+def _layer_types(text: PreTrainedConfig) -> list[str]:
     """transformers' name of each layer's kind; sliding layers without a window count as full.
 
     Its windows count the query's own position, as here.
@@ -158,7 +161,7 @@ def _layer_types(text: Any) -> list[str]:
     return [_FULL[0] if kind == SLIDING and window is None else kind for kind in types]
 
 
-def _head_sizes(text: Any, layer: int | None) -> tuple[int, int]:
+def _head_sizes(text: PreTrainedConfig, layer: int | None) -> tuple[int, int]:
     """KV heads and head dimension of a layer."""
     if layer is not None and getattr(text, "is_heterogeneous", False):
         text = text.per_layer_config[layer]
@@ -167,13 +170,13 @@ def _head_sizes(text: Any, layer: int | None) -> tuple[int, int]:
     return getattr(text, "num_key_value_heads", None) or heads, head_dim
 
 
-def experts_per_token(text: Any) -> int:
+def experts_per_token(text: PreTrainedConfig) -> int:
     """Experts that a token visits in a layer; the maximum if layers differ."""
     count = next(count for name in EXPERTS_PER_TOKEN if (count := getattr(text, name, None)))
     return max(count) if isinstance(count, list) else int(count)
 
 
-def check_family(config: Any) -> None:
+def check_family(config: PreTrainedConfig) -> None:
     """Raise UserError if the configuration shows that a model cannot be made hybrid.
 
     Whether its heads can be told apart is measured on the model (`bosch.model.head_weights`).
@@ -183,7 +186,7 @@ def check_family(config: Any) -> None:
         raise UserError(f"models of type '{config.model_type}' cannot be made hybrid: {reason}")
 
 
-def _reason(config: Any) -> str | None:
+def _reason(config: PreTrainedConfig) -> str | None:
     text = text_config(config)
     if text.model_type in _REFUSED:
         return _REFUSED[text.model_type]
@@ -218,7 +221,7 @@ class LogitScale(NamedTuple):
     cap: float | None
 
 
-def logit_scale(config: Any) -> LogitScale:
+def logit_scale(config: PreTrainedConfig) -> LogitScale:
     """The logit scale of a model or of its hybrid form."""
     source = text_config(config) if base_type(config) == "gemma4" else config
     scales = _LOGIT_FIELDS.get(base_type(config), ("logit_scale", "logits_scaling"))
@@ -226,7 +229,7 @@ def logit_scale(config: Any) -> LogitScale:
     return LogitScale(*(getattr(source, name, None) for name in fields))
 
 
-def attention_needs(config: Any) -> dict[str, str]:
+def attention_needs(config: PreTrainedConfig) -> dict[str, str]:
     """Needs of a backend, with reasons: `softcap`, `head_logits`, `wide_heads`."""
     needs, text, layers = {}, text_config(config), decoder_layers(config)
     if getattr(text, "attn_logit_softcapping", None) is not None:
@@ -238,14 +241,14 @@ def attention_needs(config: Any) -> dict[str, str]:
     return needs
 
 
-def mixes_documents(config: Any) -> bool:
+def mixes_documents(config: PreTrainedConfig) -> bool:
     """Whether packed documents see each other although position_ids restart."""
     measured = getattr(config, "hybrid_attention", None) or {}
     known = base_type(text_config(config)) in _IGNORE_POSITIONS
     return known or bool(measured.get("mixes_documents") or decoder_layers(config).states)
 
 
-def rope_depends_on_length(config: Any) -> bool:
+def rope_depends_on_length(config: PreTrainedConfig) -> bool:
     """Whether a token's RoPE depends on the last position of its pass (longrope, dynamic NTK).
 
     Then a text read in chunks, after a cached prefix or beside a longer row has other factors than
@@ -257,7 +260,7 @@ def rope_depends_on_length(config: Any) -> bool:
     return '"dynamic"' in kinds or '"longrope"' in kinds
 
 
-def split_fault(config: Any) -> str | None:
+def split_fault(config: PreTrainedConfig) -> str | None:
     """Why a sequence of this model cannot be split over processes; None if it can."""
     text = text_config(config)
     if decoder_layers(config).states:

@@ -6,12 +6,14 @@ import hashlib
 import json
 from typing import Any
 
+from transformers import PreTrainedModel
+
 _SAMPLED_VALUES = 4096
 # Fields about the origin and name of a model, on which outputs do not depend.
 _IGNORED = {"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"}
 
 
-def model_fingerprint(model: Any) -> str:
+def model_fingerprint(model: PreTrainedModel) -> str:
     """SHA-256 of a loaded model: configuration (RoPE, caps), every weight's name and a sample."""
     digest = hashlib.sha256()
     content = _relevant(model.config.to_dict())

@@ -9,21 +9,28 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from bosch.errors import UserError
-from bosch.hybrid import AttentionCall, required_state, set_head_state
+from bosch.hybrid import AttentionCall, reorder_weight, required_state, set_head_state
 from bosch.masks import HeadMask
 from bosch.model.families import text_config
 from bosch.model.interface import attention_modules
-from bosch.model.permutation import HeadWeights
 from bosch.model.search_mode import head_mask, mask_shape
+
+# For weights of a decoder layer, by names like "self_attn.o_proj.weight": an axis and sizes. Along
+# the axis there are, for each size in turn, as many entries of every KV head: a fused projection
+# of queries, keys and values has three sizes.
+HeadWeights: TypeAlias = Mapping[str, tuple[int, Sequence[int]]]
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 
 _TOKENS, _DRAWS = 24, 3
 # A head's own entries have a gradient so many times that of any other head's; a norm over all heads
@@ -31,12 +38,26 @@ _TOKENS, _DRAWS = 24, 3
 _CLEAR = 100
 
 
+def in_order(
+    name: str, weight: Tensor, head_weights: HeadWeights, orders: Mapping[int, Sequence[int]]
+) -> Tensor:
+    """The weight `name` of a decoder, in a layer of `orders` with KV heads in this order.
+
+    Other weights are returned unchanged, such as norms over one head's dimension.
+    """
+    place = _LAYER.search(name)
+    order = orders.get(int(place[1]), ()) if place is not None else ()
+    if place is None or place[2] not in head_weights or list(order) == sorted(order):
+        return weight
+    return reorder_weight(weight, *head_weights[place[2]], order)
+
+
 class _Computed(Exception):
     """The module has computed its output."""
 
 
 @torch.inference_mode(False)
-def measure_head_weights(model: Any) -> tuple[HeadWeights, bool]:
+def measure_head_weights(model: PreTrainedModel) -> tuple[HeadWeights, bool]:
     """The weights of heads, and whether packed documents see each other; UserError if unclear."""
     shape, decoder = mask_shape(model.config), model.get_decoder()
     module = attention_modules(model)[0]
@@ -94,7 +115,7 @@ def measure_head_weights(model: Any) -> tuple[HeadWeights, bool]:
     return found, calls[0].context.document is None
 
 
-def _refusal(model: Any, reason: str) -> UserError:
+def _refusal(model: PreTrainedModel, reason: str) -> UserError:
     return UserError(f"models of type '{model.config.model_type}' cannot be made hybrid: {reason}")
 
 

@@ -13,7 +13,13 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils.hub import cached_file
 
 from bosch.backends import check_backend, resolve_backend
@@ -57,7 +63,7 @@ def load_config(path: str, *, revision: str | None = None, trust_remote_code: bo
         raise UserError(f"{path}: cannot read the model's configuration: {reason}") from error
 
 
-def auto_class(config: Any) -> Any:
+def auto_class(config: PreTrainedConfig) -> Any:
     """transformers' auto class that loads the whole model, images included."""
     return AutoModelForCausalLM if text_config(config) is config else AutoModelForImageTextToText
 
@@ -70,7 +76,7 @@ def load_model(
     device: str | torch.device | Mapping[str, Any] | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
-    config: Any = None,
+    config: PreTrainedConfig | None = None,
     weights: bool = True,
 ) -> Any:
     """An ordinary or a hybrid causal language model, in eval mode.
@@ -119,16 +125,16 @@ def load_model(
     return model.eval()
 
 
-def _empty_model(config: Any, options: dict[str, Any]) -> Any:
+def _empty_model(config: PreTrainedConfig, options: dict[str, Any]) -> Any:
     """The model with parameters on the meta device, in the dtypes in which they are loaded."""
     with parameters_on_meta():
-        model: Any = auto_class(config).from_config(config, **options)
+        model: PreTrainedModel = auto_class(config).from_config(config, **options)
     for tensor in kept_in_float32(model).values():
         tensor.data = tensor.data.float()
     return model.eval()
 
 
-def _avoid_hub_kernels(config: Any) -> None:
+def _avoid_hub_kernels(config: PreTrainedConfig) -> None:
     """Dequantise weights whose kernels transformers would take from the hub."""
     for part in (config, config.get_text_config(decoder=True)):
         quantisation = getattr(part, "quantization_config", None)
@@ -136,7 +142,7 @@ def _avoid_hub_kernels(config: Any) -> None:
             part.quantization_config = {**quantisation, "dequantize": True}
 
 
-def _attention(config: Any, backend: str) -> str | None:
+def _attention(config: PreTrainedConfig, backend: str) -> str | None:
     """The implementation to load with; raises UserError for a hybrid's damaged layout."""
     if not is_hybrid(config):
         # Not that of config.json, which transformers might download from the hub as a kernel.
@@ -148,7 +154,7 @@ def _attention(config: Any, backend: str) -> str | None:
     return name
 
 
-def kept_in_float32(model: Any) -> dict[str, Tensor]:
+def kept_in_float32(model: PreTrainedModel) -> dict[str, Tensor]:
     """Tensors that transformers always loads in float32, by name, like biases choosing experts."""
     patterns = [part.replace("*", ".*") for part in model._keep_in_fp32_modules_strict or ()]
     return {
@@ -158,7 +164,7 @@ def kept_in_float32(model: Any) -> dict[str, Tensor]:
     }
 
 
-def _copy_cpu_weights(model: Any) -> None:
+def _copy_cpu_weights(model: PreTrainedModel) -> None:
     """Copy CPU weights, since a change of the file they map would change or crash the process."""
     for value in (*model.parameters(), *model.buffers()):
         if value.device.type == "cpu":
@@ -182,7 +188,7 @@ def parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def full_attention_config(config: Any) -> Any:
+def full_attention_config(config: PreTrainedConfig) -> Any:
     """Configuration for a hybrid's weights with full heads; untrained, it is the original model."""
     return AutoConfig.for_model(base_type(config), **base_content(config))
 

@@ -9,14 +9,14 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from bosch.errors import RunError, UserError
 from bosch.hybrid import hybrid_classes
 from bosch.masks import HeadMask
 from bosch.model.families import check_family, decoder_layers, mixes_documents, text_config
-from bosch.model.head_weights import measure_head_weights
+from bosch.model.head_weights import HeadWeights, in_order, measure_head_weights
 from bosch.model.loading import parameters_on_meta
-from bosch.model.permutation import HeadWeights, in_order
 from bosch.model.registration import register_model
 from bosch.model.search_mode import check_fit, mask_shape
 from bosch.window import Window
@@ -27,7 +27,7 @@ HeadOrder: TypeAlias = Sequence[Sequence[int]]  # the KV heads of each layer in 
 
 
 def permute_heads(
-    model: Any, order: HeadOrder, head_weights: HeadWeights
+    model: PreTrainedModel, order: HeadOrder, head_weights: HeadWeights
 ) -> Iterator[tuple[str, Tensor]]:
     """Names and weights of `model`, one by one, each layer's KV heads in `order` (BOSCH B.2).
 
@@ -45,7 +45,7 @@ def permute_heads(
             yield name, weights.pop(name)
 
 
-def materialize(model: Any, mask: HeadMask, *, take_weights: bool = False) -> Any:
+def materialize(model: PreTrainedModel, mask: HeadMask, *, take_weights: bool = False) -> Any:
     """The hybrid model of `model` under `mask`, in deploy mode: weights permuted, layout in config.
 
     Heads with the same window keep the base model's order. `model` does not change, so there are
@@ -98,7 +98,7 @@ def materialize(model: Any, mask: HeadMask, *, take_weights: bool = False) -> An
     return hybrid.eval()
 
 
-def check_hybrid(model: Any, tokens: Tensor) -> None:
+def check_hybrid(model: PreTrainedModel, tokens: Tensor) -> None:
     """Raise RunError unless the hybrid of `model` computes what `model` does for `tokens` [B, T].
 
     Every second KV head slides, with a window as wide as the text, so heads change places and no
@@ -131,13 +131,13 @@ def check_hybrid(model: Any, tokens: Tensor) -> None:
             )
 
 
-def _states(model: Any, tokens: Tensor) -> list[Tensor]:
+def _states(model: PreTrainedModel, tokens: Tensor) -> list[Tensor]:
     """Embeddings, the output of each layer, and logits, in float32."""
     output = model(tokens.to(model.device), use_cache=False, output_hidden_states=True)
     return [state.float() for state in (*output.hidden_states, output.logits)]
 
 
-def has_own_head(model: Any) -> bool:
+def has_own_head(model: PreTrainedModel) -> bool:
     """Whether the head's weights are not the embeddings', whatever the configuration says.
 
     transformers keeps both where a file holds both with different values, and says
@@ -147,12 +147,12 @@ def has_own_head(model: Any) -> bool:
     return head is not None and head.weight is not model.get_input_embeddings().weight
 
 
-def untie(config: Any) -> None:
+def untie(config: PreTrainedConfig) -> None:
     """Say in `config`, and in that of its text decoder, that the head has weights of its own."""
     config.tie_word_embeddings = text_config(config).tie_word_embeddings = False
 
 
-def _check_plain_weights(model: Any, hybrid: Any) -> None:
+def _check_plain_weights(model: PreTrainedModel, hybrid: PreTrainedModel) -> None:
     """Raise UserError unless `model` holds the weights of its family's class."""
     if others := model.state_dict().keys() ^ hybrid.state_dict().keys():
         name = min(others)
@@ -163,7 +163,7 @@ def _check_plain_weights(model: Any, hybrid: Any) -> None:
         )
 
 
-def _check_weights_in_memory(model: Any) -> None:
+def _check_weights_in_memory(model: PreTrainedModel) -> None:
     weights = model.state_dict()
     offloaded = [name for name, weight in weights.items() if weight.is_meta]
     if offloaded:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -19,13 +20,13 @@ from bosch.model.families import base_type
 _conversions: Any = get_checkpoint_conversion_mapping
 
 
-def renames_weights(config: Any) -> bool:
+def renames_weights(config: PreTrainedConfig) -> bool:
     """Whether published checkpoints have other names than hybrids of their family."""
     return _conversions(base_type(config)) is not None
 
 
 def published_names(
-    weights: Iterable[tuple[str, Tensor]], config: Any
+    weights: Iterable[tuple[str, Tensor]], config: PreTrainedConfig
 ) -> Iterator[tuple[str, Tensor]]:
     """`weights`, one by one, under the published names; no published weight combines several."""
     conversions = _conversions(base_type(config))

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from transformers import PreTrainedConfig, PreTrainedModel
+
 import bosch.attention  # noqa: F401  (registers the backends)
 from bosch import hybrid
 from bosch.backends import check_backend, resolve_backend
@@ -19,13 +21,13 @@ from bosch.model.interface import attention_modules
 _MASK_METHOD = "create_masks_for_generate"
 
 
-def mask_shape(config: Any) -> tuple[int, int]:
+def mask_shape(config: PreTrainedConfig) -> tuple[int, int]:
     """(L, HKV) of a model's configuration: its layers with full attention and their KV heads."""
     layers = families.decoder_layers(config)
     return len(layers.full), layers.heads
 
 
-def check_mask(config: Any, mask: HeadMask) -> None:
+def check_mask(config: PreTrainedConfig, mask: HeadMask) -> None:
     """Raise UserError unless `mask` has as many layers and KV heads as the model."""
     layers, heads = mask_shape(config)
     if mask.shape != (layers, heads):
@@ -35,7 +37,7 @@ def check_mask(config: Any, mask: HeadMask) -> None:
         )
 
 
-def check_fit(config: Any, mask: HeadMask) -> None:
+def check_fit(config: PreTrainedConfig, mask: HeadMask) -> None:
     """Raise UserError unless the mask fits the model."""
     check_mask(config, mask)
     longest = families.max_positions(config)
@@ -46,7 +48,7 @@ def check_fit(config: Any, mask: HeadMask) -> None:
         )
 
 
-def prepare_for_search(model: Any, backend: str = "auto") -> None:
+def prepare_for_search(model: PreTrainedModel, backend: str = "auto") -> None:
     """Switch a loaded decoder to hybrid attention with every head full, which changes no output.
 
     Raises UserError when the family or the backend cannot be used.
@@ -59,13 +61,16 @@ def prepare_for_search(model: Any, backend: str = "auto") -> None:
     _set_layouts(model, HeadMask.all_full(*mask_shape(model.config)), name)
 
 
-def _generation_model(model: Any) -> Any:
+def _generation_model(model: PreTrainedModel) -> PreTrainedModel:
     """The model whose `generate` runs; PEFT's wrapper uses that of the wrapped model."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    wrapped: Any = model
+    return wrapped.get_base_model() if hasattr(wrapped, "get_base_model") else model
 
 
 @contextmanager
-def head_mask(model: Any, mask: HeadMask, backend: str | None = None) -> Iterator[Any]:
+def head_mask(
+    model: PreTrainedModel, mask: HeadMask, backend: str | None = None
+) -> Iterator[PreTrainedModel]:
     """Apply `mask` to a model within a `with` block; weights do not change (BOSCH B.2).
 
     At the end, also after an exception, the model has its earlier attention implementation, masks
@@ -98,12 +103,12 @@ def head_mask(model: Any, mask: HeadMask, backend: str | None = None) -> Iterato
             hybrid.set_head_state(module, state)
 
 
-def _check_not_hybrid(model: Any) -> None:
+def _check_not_hybrid(model: PreTrainedModel) -> None:
     if hasattr(model.config, "hybrid_attention"):
         raise UserError("the model is hybrid already: apply head masks to the base model")
 
 
-def apply_head_mask(model: Any, mask: HeadMask) -> None:
+def apply_head_mask(model: PreTrainedModel, mask: HeadMask) -> None:
     """Apply `mask` to a model until another is applied (BOSCH B.2); weights do not change.
 
     Calls `prepare_for_search` first if needed; cheap to call again. Raises UserError when the
@@ -118,7 +123,7 @@ def apply_head_mask(model: Any, mask: HeadMask) -> None:
     _set_layouts(model, mask, hybrid.required_state(modules[0]).backend)
 
 
-def _set_layouts(model: Any, mask: HeadMask, backend: str) -> None:
+def _set_layouts(model: PreTrainedModel, mask: HeadMask, backend: str) -> None:
     """Give each layer its row of `mask`, or the window that it has in the base model."""
     if mask.sinks:
         check_backend(backend, {"sinks": f"its layout has {mask.sinks}"})

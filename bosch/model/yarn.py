@@ -7,10 +7,13 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bosch.errors import UserError
 from bosch.model.families import HYBRID_PREFIX, rope_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _ORIGINAL = "original_max_position_embeddings"
 # Model cards have the number in JSON, as a server option, or in a sentence.
@@ -56,7 +59,10 @@ def original_positions(config: Mapping[str, Any], card: Path | None = None) -> i
 
 @contextmanager
 def yarn(
-    model: Any, factor: float | None, original: int | None = None, card: Path | None = None
+    model: PreTrainedModel,
+    factor: float | None,
+    original: int | None = None,
+    card: Path | None = None,
 ) -> Iterator[None]:
     """Stretch the model's RoPE by `factor` inside the block; None does nothing.
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from bosch.errors import RunError, UserError
 from bosch.hybrid import (
@@ -67,7 +68,7 @@ class ContextSplit:
 class Communicator:
     """Collective operations of the processes of a split; `sent_bytes` is what this one has sent."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.sent_bytes = 0
@@ -277,7 +278,7 @@ def _layout_of(group: HeadGroup) -> HeadLayout:
 def _all_keys(states: Tensor, split_pass: SplitPass) -> list[Tensor]:
     """Keys and values up to the end of each chunk, [B, HG, Tk, DKV], from those of this process."""
     size = split_pass.split.chunk
-    gathered: Tensor = _Gathered.apply(states, split_pass.communicator)  # type: ignore[no-untyped-call]
+    gathered: Tensor = _Gathered.apply(states, split_pass.communicator)
     first, second = torch.split(gathered, size, dim=3)
     whole = torch.cat([*first.unbind(), *second.flip(0).unbind()], dim=2)
     chunks = split_pass.split.chunks_of(split_pass.communicator.rank)
@@ -290,7 +291,7 @@ def _near_keys(states: Tensor, window: Window, split_pass: SplitPass) -> list[Te
     local = states.transpose(1, 2).flatten(0, 1)  # [B * 2C, HG, DKV]
     exchange = halo.sent_counts, halo.received_counts, split_pass.communicator
     sent = local.index_select(0, halo.sent)
-    received: Tensor = _Exchanged.apply(sent, *exchange)  # type: ignore[no-untyped-call]
+    received: Tensor = _Exchanged.apply(sent, *exchange)
     rows = torch.cat([local, received])
     keys = []
     for before, chunk in zip(halo.before, states.chunk(2, dim=2), strict=True):
@@ -306,12 +307,12 @@ class ContextParallel:
     if results of all tokens are needed. Installed models share the current pass.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.communicator = Communicator(group)
         self.ranks = self.communicator.ranks  # processes that share each sequence
         self._current: SplitPass | None = None
 
-    def install(self, model: Any) -> None:
+    def install(self, model: PreTrainedModel) -> None:
         """Make every layer exchange keys and values; UserError if `model` cannot be split."""
         fault = split_fault(model.config)
         if fault is not None:
@@ -319,7 +320,7 @@ class ContextParallel:
         for module in _attention_modules(model):
             set_head_state(module, replace(required_state(module), attend=self._attend))
 
-    def check(self, model: Any) -> None:
+    def check(self, model: PreTrainedModel) -> None:
         """Raise RunError if a layer of `model` would compute attention only within a chunk."""
         states = [head_state(module) for module in _attention_modules(model)]
         if not all(state is not None and state.attend == self._attend for state in states):
@@ -355,5 +356,5 @@ class ContextParallel:
         return split_attention(call, self._current)
 
 
-def _attention_modules(model: Any) -> list[nn.Module]:
+def _attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module in hybrid_modules(model) if module is not None]

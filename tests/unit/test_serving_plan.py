@@ -38,8 +38,7 @@ from bosch.engines.vllm.plan import (
 from bosch.engines.vllm.plugin import show_user_errors_as_messages
 from bosch.errors import UserError
 from bosch.model.families import DecoderLayers
-from bosch.model.head_weights import measure_head_weights
-from bosch.model.permutation import in_order
+from bosch.model.head_weights import in_order, measure_head_weights
 from bosch.window import Window
 from tests.attention_case import full_first
 from tests.hybrid_case import small_model

@@ -28,8 +28,8 @@ from bosch.engines.vllm.checks import check_engine, grouping_of, plan_of, served
 from bosch.engines.vllm.groups import groups_of_modules, module_name
 from bosch.engines.vllm.plan import rank_order
 from bosch.errors import UserError
+from bosch.model.head_weights import in_order
 from bosch.model.loading import full_attention_config
-from bosch.model.permutation import in_order
 from bosch.model.published import published_names
 
 _TRANSFORMERS = "TransformersForCausalLM"
