@@ -1,18 +1,19 @@
 """RULER's thirteen tasks, with the same random draws as NVIDIA/RULER at commit c3f5e3b.
 
 With RULER's words (the package wonderwords), sentence splitter (NLTK's punkt) and essays, a task of
-at least 4,096 tokens has the same samples as RULER for the seed. `data_prep.tasks.samples` makes
-and stores them; docs/notes/deviations.md lists the differences.
+at least 4,096 tokens has the same samples as RULER for the seed. docs/notes/deviations.md lists the
+differences.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 import string
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from bosch.errors import UserError
-from bosch.files import load_user_json
+from bosch.files import load_user_json, write_text
 from data_prep.tasks.needles import (
     DEPTHS,
     NOISE_LINE,
@@ -474,3 +475,42 @@ def ruler_task(
         "vt": VariableTracking, "cwe": CommonWords, "fwe": FrequentWords
     }  # fmt: skip
     return classes[task](*arguments)
+
+
+def make_rows(
+    task: str,
+    length: int,
+    count: int,
+    *,
+    seed: int,
+    new_tokens: int,
+    corpus: Corpus,
+    tokenizer: Any,
+) -> Iterator[dict[str, Any]]:
+    """Samples whose prompt and answer fit into `length` tokens.
+
+    The model continues `prompt` and `prefix`, the beginning of the answer; `answers` are the texts
+    to look for, `needles` the hidden pairs. Raises UserError if the task does not fit, or a
+    required file is missing or damaged.
+    """
+    try:
+        samples = ruler_task(task, corpus, seed, length, new_tokens, TokenCounter(tokenizer))
+        samples.fit()
+        for index in range(count):
+            draft = samples.sample(index)
+            yield {
+                "length": length, "prompt": draft.prompt, "prefix": draft.prefix,
+                "answers": draft.answers, "needles": draft.needles,
+            }  # fmt: skip
+    except UserError as fault:
+        raise UserError(f"{task} at {length:,} tokens: {fault}") from None
+
+
+def write_rows(path: Path, rows: Iterator[dict[str, Any]]) -> None:
+    """Write rows where `read_rows` reads them, atomically."""
+    write_text(path, "".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]

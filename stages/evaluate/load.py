@@ -23,8 +23,7 @@ from lm_eval.tasks import TaskManager
 from bosch.errors import RunError, UserError
 from bosch.progress import progress
 from data_prep.documents.calibration import CalibrationNeedles
-from data_prep.tasks.ruler import Corpus
-from data_prep.tasks.samples import make_rows, write_rows
+from data_prep.tasks.ruler import Corpus, make_rows, write_rows
 from data_prep.text import haystack_words
 from stages.context import StageConfig
 from stages.evaluate.lm import LanguageModel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import resource
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,14 @@ def run(
         tokenizer = load_tokenizer(spec)
         for source in config.section.sources:
             _read_first_document(source)
-        calibration = _calibration(config, tokenizer, work_dir)
+        asked = config.section.calibration
+        words = haystack_words(asked.essay_dir)
+        calibration = write_calibration(
+            work_dir / CALIBRATION, tasks=asked.tasks, examples=asked.examples,
+            length=asked.length, new_tokens=asked.new_tokens, seed=config.seed,
+            tokenizer=tokenizer, essay_words=words,
+        )  # fmt: skip
+        calibration["corpus"] = essay_identity(asked.essay_dir, words)
         training_data = write_training_data(config, spec, work_dir)
         tokenizer.save_pretrained(work_dir / TOKENIZER)
         hashes = file_hashes(work_dir, [PACKED_DATA, CALIBRATION, TOKENIZER])
@@ -111,19 +118,6 @@ def _read_first_document(section: SourceConfig) -> None:
         raise UserError(document.fault)
 
 
-def _calibration(
-    config: StageConfig[PrepareConfig], tokenizer: Any, work_dir: Path
-) -> dict[str, Any]:
-    calibration = config.section.calibration
-    words = haystack_words(calibration.essay_dir)
-    statistics = write_calibration(
-        work_dir / CALIBRATION, tasks=calibration.tasks, examples=calibration.examples,
-        length=calibration.length, new_tokens=calibration.new_tokens, seed=config.seed,
-        tokenizer=tokenizer, essay_words=words,
-    )  # fmt: skip
-    return {**statistics, "corpus": essay_identity(calibration.essay_dir, words)}
-
-
 def write_training_data(
     config: StageConfig[PrepareConfig], spec: TokenizerSpec, work_dir: Path
 ) -> dict[str, Any]:
@@ -155,8 +149,15 @@ def write_training_data(
         packed = _checked(pack(mix(streams, weights, tokens), length), spec, bar)
         with_labels = any(source.loss == "completion" for source in sources)
         write_dataset(work_dir / PACKED_DATA, packed, sequences, length, with_labels)
-    _warn_of_small_shares(streams, weights, tokens)
     shares = {stream.name: stream.tokens / tokens for stream in streams}
+    for source in sources:
+        share, target = shares[source.name], source.weight / sum(weights)
+        if share < target / 2:  # the other sources' long documents used up the tokens
+            logger.warning(
+                "source %s has %.3g %% of the training data, and its weight asks for %.3g %%: "
+                "documents are taken whole; raise prepare.train_tokens or set max_tokens for the "
+                "other sources", source.name, 100 * share, 100 * target,
+            )  # fmt: skip
     return {
         "documents": sum(stream.documents for stream in streams),
         "tokens": tokens,
@@ -179,22 +180,6 @@ def write_training_data(
             for t, stream in zip(tokenised, streams, strict=True)
         },
     }
-
-
-def _warn_of_small_shares(
-    streams: Sequence[DocumentStream], weights: Sequence[float], tokens: int
-) -> None:
-    for stream, weight in zip(streams, weights, strict=True):
-        share, target = stream.tokens / tokens, weight / sum(weights)
-        if share < target / 2:  # the other sources' long documents used up the tokens
-            logger.warning(
-                "source %s has %.3g %% of the training data, and its weight asks for %.3g %%: "
-                "documents are taken whole; raise prepare.train_tokens or set max_tokens for the "
-                "other sources",
-                stream.name,
-                100 * share,
-                100 * target,
-            )
 
 
 def _source(config: SourceConfig) -> Source:

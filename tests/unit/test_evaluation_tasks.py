@@ -15,8 +15,7 @@ from lm_eval.tasks import TaskManager
 from bosch.errors import RunError, UserError
 from bosch.model.loading import load_model
 from data_prep.documents.calibration import CalibrationNeedles
-from data_prep.tasks.ruler import Corpus, ruler_task
-from data_prep.tasks.samples import make_rows
+from data_prep.tasks.ruler import Corpus, make_rows, ruler_task
 from data_prep.tasks.tables import NEW_TOKENS, RulerTask
 from data_prep.text import TokenCounter, haystack_words
 from stages.context import Runtime

@@ -17,7 +17,7 @@ from bosch.errors import UserError
 from bosch.masks import HeadMask
 from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
-from data_prep.tasks.samples import write_rows
+from data_prep.tasks.ruler import write_rows
 from stages.evaluate.answers import ModelError
 from stages.evaluate.load import OWN_TASKS
 from tests.evaluation_case import generated, language_model

@@ -20,8 +20,7 @@ from bosch.errors import UserError
 from data_prep.tasks import ruler
 from data_prep.tasks.needles import Draft
 from data_prep.tasks.questions import read_questions
-from data_prep.tasks.ruler import Corpus, ruler_task
-from data_prep.tasks.samples import make_rows, read_rows, write_rows
+from data_prep.tasks.ruler import Corpus, make_rows, read_rows, ruler_task, write_rows
 from data_prep.tasks.tables import ANY_ANSWER, DATA_FILES, NEW_TOKENS, RULER_NEEDLES, RulerTask
 from data_prep.tasks.words import ADJECTIVES, NOUNS, PairedWords, WordLists, split_by_rule
 from data_prep.text import TokenCounter

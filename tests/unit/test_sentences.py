@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from data_prep.tasks.words import sentences_identity, split_as_ruler, split_by_rule
+from data_prep.tasks.words import sentences_identity, split_by_rule
 from data_prep.text import pydoc_topics
 
 ROOT = Path(__file__).parents[2]
@@ -51,15 +51,6 @@ def test_punkts_data_is_searched_where_nltk_searches(
     monkeypatch.setattr(Path, "is_dir", lambda path: looked.append(path))
     assert sentences_identity() == "built in"
     assert looked == [Path(folder, "tokenizers/punkt_tab/english") for folder in nltk.data.path]
-
-
-def test_a_user_without_home_folder_is_supported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container with its own user number."""
-    monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
-    monkeypatch.setattr(Path, "is_dir", lambda path: False)
-    assert sentences_identity() == "built in"
-    assert split_as_ruler(TEXT) == split_by_rule(TEXT)
 
 
 def test_punkt_splits_if_its_data_is_found(

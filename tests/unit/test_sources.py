@@ -95,11 +95,14 @@ def test_jsonl_is_read_once_for_any_number_of_parts(tmp_path, monkeypatch, part_
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "huggingface"])
-def test_compressed_jsonl_is_read(tmp_path, kind):
+def test_each_file_of_a_folder_is_a_part(tmp_path, kind):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines(TEXTS[:100])))
-    frames = zstd(lines(TEXTS[100:150])) + zstd(lines(TEXTS[150:]))
+    frames = zstd(lines(TEXTS[100:150])) + zstd(lines(TEXTS[150:170]))
     (tmp_path / "b.jsonl.zst").write_bytes(frames)
-    assert sorted(read(Source("s", kind, str(tmp_path)))) == sorted(TEXTS)
+    (tmp_path / "c.jsonl").write_bytes(lines(TEXTS[170:]))
+    source = Source("s", kind, str(tmp_path))
+    assert len(list(list_parts(source, 0, 128))) == 3
+    assert sorted(read(source)) == sorted(TEXTS)
 
 
 @pytest.mark.parametrize(
@@ -296,14 +299,6 @@ def test_line_numbers_in_later_parts_are_those_of_the_file(tmp_path, monkeypatch
 def test_a_source_without_files_is_refused(tmp_path, kind, path, message):
     with pytest.raises(UserError, match=message):
         read(Source("s", kind, str(tmp_path / path), tokenizer="x"))
-
-
-def test_a_dataset_directory_of_several_files_is_read(tmp_path):
-    for number in range(3):
-        (tmp_path / f"{number}.jsonl").write_bytes(lines(TEXTS[number * 50 : number * 50 + 50]))
-    source = Source("s", "huggingface", str(tmp_path))
-    assert len(list(list_parts(source, 0, 128))) == 3
-    assert sorted(read(source)) == sorted(TEXTS[:150])
 
 
 @pytest.mark.parametrize(("split", "subset"), [("test", None), ("train", "other")])

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.tasks.needles import string_match
-from data_prep.tasks.ruler import Corpus
-from data_prep.tasks.samples import make_rows, read_rows
+from data_prep.tasks.ruler import Corpus, make_rows, read_rows
 from data_prep.tasks.tables import NEW_TOKENS
 from data_prep.text import haystack_words
 
