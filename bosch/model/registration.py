@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import version
 from types import ModuleType
 from typing import Any
@@ -42,36 +42,23 @@ def _prepare(configs: ModuleType) -> None:
         table._extra_content = _ModelTypes(table._extra_content)
 
 
-class _PreparingLoader(Loader):
-    """Loads a module with its own loader, then prepares it."""
-
-    def __init__(self, inner: Loader) -> None:
-        self._inner = inner
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._inner.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._inner.exec_module(module)
-        _prepare(module)
-
-
 class _Finder(MetaPathFinder):
-    """Finds transformers' module of auto classes and returns a preparing loader for it."""
+    """Finds transformers' module of auto classes, and prepares it once it is loaded."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != _CONFIGS:
+        spec = PathFinder.find_spec(fullname, path) if fullname == _CONFIGS else None
+        if spec is None or spec.loader is None:
             return None
-        for finder in sys.meta_path:
-            if finder is self or not hasattr(finder, "find_spec"):
-                continue
-            spec = finder.find_spec(fullname, path, target)
-            if spec is not None and spec.loader is not None:
-                spec.loader = _PreparingLoader(spec.loader)
-                return spec
-        return None
+        load = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            load(module)
+            _prepare(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
 def register_model(model_type: str) -> None:
