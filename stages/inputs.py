@@ -92,6 +92,11 @@ def absolute(section: _Section, origins: Origins, place: tuple[str, ...] = ()) -
                 else item
                 for i, item in enumerate(value)
             ]
+        elif annotation is not None and isinstance(value, dict):
+            root = origins.of(path)
+            changes[name] = {
+                key: os.path.normpath(root / Path(item).expanduser()) for key, item in value.items()
+            }
         elif annotation is not None and isinstance(value, str):
             root = origins.of(path, is_default=name not in section.model_fields_set)
             file = os.path.normpath(root / Path(value).expanduser())

@@ -58,6 +58,7 @@ class EvaluatedModel:
     name: str
     model: ModelConfig
     identity: str | None = None
+    tokenizer: TokenizerSpec | None = None  # of a model that is no hybrid of the original
 
 
 @partners_alive()
@@ -121,25 +122,27 @@ def _evaluated(
     samples = sum(task.documents for task in tasks.tasks) + len(texts)
 
     def answers(model: EvaluatedModel, log: AnswerLog, bar: Progress) -> Iterator[dict[str, Any]]:
+        own = load_tokenizer(model.tokenizer) if model.tokenizer else tokenizer
         in_vllm = section.engine == "vllm" and bool(tasks.tasks)
         with log.shared():
             if in_vllm:
                 from stages.evaluate.vllm import vllm_model
 
-                lm = vllm_model(config, model, tokenizer, log)
+                lm = vllm_model(config, model, own, log)
             else:
                 loaded = load_evaluated(config, model, state.device)
-                lm = LanguageModel(loaded, tokenizer, section, config.runtime.eval_batch_size, log)
+                lm = LanguageModel(loaded, own, section, config.runtime.eval_batch_size, log)
         lm.progress = bar
         for task in tasks.tasks:
             with yarn(lm.model, section.ruler.yarn.get(task.length), positions, card):
                 yield from ask(lm, task, section)
         if in_vllm:
             lm.close()
-        if texts and in_vllm:
+        if texts and in_vllm and own is tokenizer:
             with log.shared():
                 loaded = load_evaluated(config, model, state.device)
-        yield from losses(loaded, texts, log) if texts else ()
+        # The loss of a token says nothing to models with other tokens.
+        yield from losses(loaded, texts, log) if texts and own is tokenizer else ()
         bar.update(len(texts))
 
     with progress(len(models) * samples, "evaluation", "samples") as bar:

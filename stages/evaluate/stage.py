@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -152,6 +153,23 @@ def _check_task_folders(evaluate: Any, folders: list[str]) -> None:
             raise UserError(f"{folder} holds no .yaml file of a task")
 
 
+def _other_name(name: str) -> str:
+    if re.fullmatch(r"original|hybrid|tokens-\d+", name):
+        raise ValueError(f"'{name}' names a model of the recipe; choose another name")
+    return name
+
+
+def _model_folders(evaluate: Any, models: dict[str, str], hasher: Hasher) -> dict[str, Any] | None:
+    files = {folder: sorted(files_below(Path(folder))) for folder in models.values()}
+    return {name: hashed_files(at, files[at], hasher) for name, at in models.items()} or None
+
+
+def _check_models(evaluate: Any, models: dict[str, str]) -> None:
+    for name, folder in models.items():
+        if not Path(folder, "config.json").is_file():
+            raise UserError(f"{name}: there is no {Path(folder, 'config.json')}")
+
+
 class EvaluateConfig(ChatConfig):
     """Scores of the original, the untrained hybrid and every checkpoint, by lm-eval."""
 
@@ -182,6 +200,12 @@ class EvaluateConfig(ChatConfig):
     """Whether tasks may run code that the model writes, like humaneval."""
     ruler: RulerConfig = RulerConfig()
     positions: PositionConfig | None = None
+    models: Annotated[
+        dict[Annotated[Line, AfterValidator(_other_name)], PathText],
+        Input(_model_folders, _check_models),
+    ] = Field(default={})
+    """Folders of other models of Hugging Face by name, scored with the original, on the same
+    questions by their own tokenizer; they have no loss by position."""
 
     def completed(self, recipe: Recipe) -> Self:
         """The section with the tasks of `ruler` and of its presets."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from bosch.analysis.intervals import Interval, compare, mean_score, student
-from stages.evaluate.scores import ORIGINAL
+from stages.evaluate.scores import ORIGINAL, is_hybrid
 
 Record = Mapping[str, Any]
 # Names of suites.
@@ -69,8 +69,10 @@ def score_tables(
                 if not all(0 <= one["score"] <= 1 for one in lines):
                     reason = "its score is not a share from 0 to 1 per document"
                     absent.setdefault(suite, {})[task] = reason
-        for found in cells.values():
-            for task, reason in _not_compared(found, base).items():
+        for model, found in cells.items():
+            # The original and other models answer the same samples, maybe in other templates.
+            compared = base if is_hybrid(model) else None
+            for task, reason in _not_compared(found, compared).items():
                 absent.setdefault(suite, {}).setdefault(task, reason)
         for model, found in cells.items():
             left = {k: lines for k, lines in found.items() if k[0] not in absent.get(suite, {})}
@@ -86,7 +88,7 @@ def score_tables(
 
 def _loss_tables(cells: Mapping[str, Cells]) -> dict[str, Any]:
     tables, original = {}, None
-    for model, found in cells.items():
+    for model, found in ((model, found) for model, found in cells.items() if found):
         [((_, length), lines)] = found.items()
         losses = [one["loss"] for one in lines]
         tables[model] = position_table(length, losses, original)

@@ -1,4 +1,4 @@
-"""Scores of the original model: a separate stage, shared by all recipes on one base model."""
+"""Scores of the original and of other models: a stage that all recipes on one model share."""
 
 from __future__ import annotations
 
@@ -25,5 +25,9 @@ def run(
     """
     model = config.model
     tokenizer = TokenizerSpec(model.path, model.revision, model.trust_remote_code)
-    evaluated = EvaluatedModel(ORIGINAL, model)
-    return evaluate_models(config, [evaluated], tokenizer, work_dir).averages
+    evaluated = [EvaluatedModel(ORIGINAL, model)]
+    for name, folder in config.section.models.items():
+        own = TokenizerSpec(folder, None, model.trust_remote_code)
+        other = model.model_copy(update={"path": folder, "revision": None})
+        evaluated.append(EvaluatedModel(name, other, tokenizer=own))
+    return evaluate_models(config, evaluated, tokenizer, work_dir).averages

@@ -83,7 +83,7 @@ def decide(results: Results, margin: float) -> Decision | None:
     least training. Models that lack tasks or samples of others are left out.
     """
     original = results.samples(Model(ORIGINAL))
-    models = [model for model in results.models if not (model.branch or model.is_original)]
+    models = [model for model in results.models if model.is_hybrid and not model.branch]
     counts = {model: sum(map(len, results.samples(model).values())) for model in models}
     if not any(any(scores.values()) for scores in original.values()):
         return None
@@ -170,7 +170,7 @@ def gain(results: Results, model: Model) -> tuple[int, PairedComparison] | None:
     """The recipe's hybrid compared with a branch's after the same training; None if it has none."""
     if not model.branch or model.is_original:
         return None
-    own = (other for other in results.models if not (other.branch or other.is_original))
+    own = (other for other in results.models if other.is_hybrid and not other.branch)
     ours = next((other for other in own if other.tokens == model.tokens), None)
     return None if ours is None else overall(results, ours, model)
 

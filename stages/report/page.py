@@ -110,6 +110,8 @@ def model_table(results: Results) -> Table | None:
         caches = results.branches[model.branch].caches(tokens)
         if model.is_original:
             row.append(format_bytes(caches.original))
+        elif not model.is_hybrid:
+            row.append("–")
         else:
             vllm = caches.vllm_share
             more = [] if vllm is None else [f"{format_share(round(vllm, 3))} in vLLM"]

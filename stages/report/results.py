@@ -17,7 +17,15 @@ from bosch.mask_files import Front, HeadMaskFile
 from bosch.model.cache_size import CacheSize
 from bosch.model.stored_config import StoredConfig
 from bosch.window import Window, windows_text
-from stages.evaluate.scores import HYBRID, ORIGINAL, PositionLoss, Scores, SuiteScores, read_samples
+from stages.evaluate.scores import (
+    HYBRID,
+    ORIGINAL,
+    PositionLoss,
+    Scores,
+    SuiteScores,
+    is_hybrid,
+    read_samples,
+)
 from stages.materialize.stage import MODEL, MaterializeSummary, read_model_config
 from stages.measure.stage import Efficiency, Point
 from stages.published import Manifest
@@ -100,9 +108,15 @@ class Model(NamedTuple):
         return self.name == ORIGINAL
 
     @property
+    def is_hybrid(self) -> bool:
+        return is_hybrid(self.name)
+
+    @property
     def label(self) -> str:
         if self.is_original:
             return f"Original of {self.branch}" if self.branch else "Original"
+        if not self.is_hybrid:
+            return self.name
         name = self.branch or "Hybrid"
         return f"{name} after {self.tokens:,} tokens" if self.tokens else f"{name}, untrained"
 
@@ -173,7 +187,8 @@ class Results:
         seen: dict[Path, Model] = {}
         for branch, results in self.branches.items():
             for name in results.names:
-                stage = {ORIGINAL: "original", HYBRID: "materialize"}.get(name, "train")
+                stage = "train" if checkpoint_tokens(name) else "original"
+                stage = "materialize" if name == HYBRID else stage
                 place = results.folders.get(stage, Path()) / name
                 seen.setdefault(place, Model(name, branch))
         return list(seen.values())

@@ -263,6 +263,34 @@ def test_vllm_answers_the_same_tasks_into_the_same_files(
         evaluate.run(replace(config, section=section), inputs(stages), tmp_path / "short")
 
 
+def test_other_models_are_scored_with_the_original_by_their_own_tokenizer(
+    stages: Path, tmp_path: Path
+) -> None:
+    """As if they were the original themselves; every branch reads their scores."""
+    rival = save_tiny_model(tmp_path / "rival/model", seed=3)
+    byte_tokenizer().save_pretrained(rival)
+    config = configured(stages)
+    section = config.section.model_copy(update={"models": {"rival": str(rival)}})
+    config = replace(config, section=section)
+    work, alone = tmp_path / "original", tmp_path / "alone"
+    for folder in (work, alone, tmp_path / "evaluate"):
+        folder.mkdir()
+    original.run(config, {}, work)
+    records = [record for record in read_samples(work) if record["checkpoint"] == "rival"]
+    # RULER's lengths would be the rival's tokens.
+    plain = configured(stages).section.model_copy(update={"positions": None, "tasks": ["both"]})
+    model = config.model.model_copy(update={"path": str(rival)})
+    original.run(replace(config, model=model, section=plain), {}, alone)
+    own = [{**record, "checkpoint": "rival"} for record in read_samples(alone)]
+    assert [record for record in records if record["suite"] == "lm_eval"] == own
+    assert {record["suite"] for record in records} == {"ruler", "lm_eval"}
+    evaluate.run(config, inputs(stages) | {"original": work}, tmp_path / "evaluate")
+    scores = Scores.read(tmp_path / "evaluate")
+    assert list(scores.checkpoints) == ["original", "rival", *NAMES[1:]] and not scores.missing
+    assert [*scores.positions] == NAMES
+    assert scores.checkpoints["rival"]["lm_eval"].against_original is not None
+
+
 def test_answers_repeat_in_a_chat_template(stages: Path, tmp_path: Path) -> None:
     shutil.copytree(stages / "model", tmp_path / "model")
     (tmp_path / "model/chat_template.jinja").write_text(

@@ -64,6 +64,8 @@ def decided(results: Results, margin: float = 2.0) -> Decision:
         ({HYBRID: 300, FIRST: 1000, LAST: 998}, 1000, FIRST, "ship"),
         ({HYBRID: 1000, FIRST: 1000}, 1000, HYBRID, "ship"),
         ({HYBRID: 1010}, 1000, HYBRID, "ship"),
+        # Another model is no hybrid of this recipe.
+        ({"rival": 1000, HYBRID: 300}, 1000, HYBRID, "do not ship"),
         # The whole interval is beyond the margin, of the best too.
         ({HYBRID: 300, FIRST: 800, LAST: 900}, 1000, LAST, "do not ship"),
         # Equal answers to too few samples, and a loss that may be within the margin or not.

@@ -399,7 +399,7 @@ def test_the_training_loss_is_called_what_it_is(
         ("search/summary.json", "{"),
         ("search/summary.json", '{"trace": []}'),
         ("evaluate/scores.json", "[]"),
-        ("evaluate/scores.json", '{"checkpoints": {"best": {"ruler": {"average": 1}}}}'),
+        ("evaluate/scores.json", '{"checkpoints": {"best": {"ruler": {"low": 1}}}}'),
         ("train/metrics.jsonl", '{"step": 1, "to\n'),
         ("materialize/summary.json", None),
     ],
