@@ -27,9 +27,13 @@ from bosch.objective.objective import Objective
 from bosch.search.allotment import allotted, slots_of
 from bosch.search.bosch import SearchResult
 from bosch.search.evaluator import Evaluator, SlotBudgets
-from bosch.search.front import FrontSearch
-from bosch.search.front_moves import Moves
-from bosch.search.front_state import Point
+from bosch.search.gradient_search import (
+    GradientSearch,
+    Point,
+    Track,
+    _front_result,
+    front_search,
+)
 from bosch.search.loss import Anchors
 from bosch.search.methods import METHODS
 from bosch.search.runs import find_mask
@@ -75,83 +79,80 @@ def test_an_allotment_stays_within_its_bounds_and_spends_its_budget() -> None:
     assert allotted(alike, costs, 10.5).sum() == 2
 
 
-def _moves(drawn: npt.NDArray[np.float64]) -> Any:
-    """Moves of 3 x 4 units and two windows; units that draw less than a half stay as they are."""
-    moves: Any = object.__new__(Moves)
-    moves.shape, moves.num_choices, moves.costs = (3, 4), 3, np.array([20.0, 7.0, 3.0])
-    moves._rng = SimpleNamespace(random=lambda shape: drawn)
-    return moves
+def _search(
+    costs: Iterable[float], budgets: Iterable[int], shape: tuple[int, int] = (3, 4), **more: Any
+) -> GradientSearch:
+    """A search with 100 passes of units whose choices cost so many slots."""
+    evaluator: Any = SimpleNamespace(
+        shape=shape, windows=[], held_out_passes=0.0, cost_of_mask=lambda mask: 1.0,
+        cost_of_gradient=lambda part, parts: more.get("gradient", 0.5),
+    )  # fmt: skip
+    search = GradientSearch(evaluator, more.get("passes", 100), np.array([*costs]), [*budgets])
+    vars(search)["mask"] = lambda choices: choices
+    return search
 
 
-def test_a_step_changes_some_units_and_no_more_than_allowed() -> None:
-    """The bonus for unchanged units gives so few changes, as a scan over bonuses shows."""
-    rng = np.random.default_rng(4)
-    tried = 0
+def _track(choices: npt.NDArray[np.int64], slots: int = 0) -> Track:
+    return Track("", slots, choices, Evaluation(0.0, 0.0, 0.0, 1.0), 0.0, np.zeros(choices.shape))
+
+
+def test_a_step_changes_no_more_units_than_allowed_and_never_for_the_worse() -> None:
+    """Half of the best candidates may grow; full units cannot grow, units cannot pass the menu."""
+    rng, changed = np.random.default_rng(4), 0
     for _ in range(40):
-        moves = _moves(np.ones((3, 4)))
-        choices = rng.integers(0, 3, moves.shape)
-        worth = rng.normal(size=(*moves.shape, 3))
-        budget, most = int(moves.costs[choices].sum()), int(rng.integers(1, 6))
-        own = np.arange(3) == choices[..., None]
-        scan = [
-            int((allotted(worth + bonus * own, moves.costs, budget) != choices).sum())
-            for bonus in np.linspace(0, 2 * np.abs(worth).max(), 60)
-        ]
-        if not any(0 < count <= most for count in scan):
-            continue
-        tried += 1
-        stepped = moves._change_units(choices, worth, budget, most)
-        assert moves.costs[stepped].sum() <= budget
-        assert 0 < (stepped != choices).sum() <= most
-        if scan[0] <= most:
-            assert (stepped == allotted(worth, moves.costs, budget)).all()
-    assert tried > 25
+        search = _search((20, 7, 3), [100])
+        choices = rng.integers(0, 3, search.shape)
+        values, pairs = rng.normal(size=(*search.shape, 3)), int(rng.integers(1, 5))
+        slots = int(search.costs[choices].sum())
+        step = search._changed(choices, values, slots, pairs)
+        assert search.costs[step].sum() <= slots
+        assert (step < choices).sum() <= pairs and (step > choices).sum() <= pairs
+        gains = values - np.take_along_axis(values, choices[..., None], axis=2)
+        best = np.where(np.arange(3) < choices[..., None], gains, -np.inf).max(axis=2)
+        candidates = np.sort(best.reshape(-1))[::-1][: 2 * pairs]
+        assert (best[step < choices] >= candidates.min()).all()
+        changed += (step != choices).any()
+    assert changed > 25
+
+
+def test_a_step_with_one_window_exchanges_the_best_for_the_worst() -> None:
+    """With all candidates drawn: units 4 and 5 for 0 and 1, but not 6 for 2."""
+    search = _search((1, 0), [4], shape=(1, 8))
+    search._rng = np.random.default_rng(1)
+    choices = np.array([[0, 0, 0, 0, 1, 1, 1, 1]])
+    worth = np.array([[1.0, 2, 6, 7, 5, 4, 3, 0]])
+    values = np.stack([worth, np.zeros_like(worth)], axis=2)
+    found = {tuple(np.flatnonzero(search._changed(choices, values, 4, 4)[0] == 0)) for _ in "aa"}
+    assert found == {(2, 3, 4, 5)}
 
 
 def test_units_of_a_failed_swap_come_last() -> None:
-    """Of eight units that promise the same: four swaps, then none of them is left."""
-    moves: Any = object.__new__(Moves)
-    moves.shape, moves.num_choices, moves.costs, moves._tried = (
-        (2, 4),
-        2,
-        np.array([20.0, 3.0]),
-        set(),
-    )
-    choices = np.array([[0, 1, 0, 1], [1, 0, 1, 0]])
-    worth = np.stack([np.ones((2, 4)), np.zeros((2, 4))], axis=2)
-    moves.gradients = SimpleNamespace(at=lambda layout: worth)
-    point = Point(92, choices, Evaluation(0.0, 0.0, 0.0, 1.0), 0.0, np.zeros((2, 4)))
-    moves.points = {0: point}
+    """Of eight units that promise the same: four swaps, then all units have failed once."""
+    search = _search((20, 3), [92], shape=(2, 4))
+    track = _track(np.array([[0, 1, 0, 1], [1, 0, 1, 0]]), 92)
+    values = np.stack([np.ones((2, 4)), np.zeros((2, 4))], axis=2)
+    search._means[track.choices.tobytes()] = values, 1
     for swaps in range(1, 5):
-        assert (moves._swap(0) != choices).sum() == 2
-        assert point.failed.sum() == (point.failed > 0).sum() == 2 * swaps
-
-
-def test_only_half_of_the_units_may_grow_in_a_step() -> None:
-    """Half of the units that could grow, drawn at random; full units cannot grow."""
-    rng = np.random.default_rng(7)
-    for _ in range(20):
-        drawn = rng.random((3, 4))
-        moves = _moves(drawn)
-        choices, worth = rng.integers(0, 3, moves.shape), rng.normal(size=(3, 4, 3))
-        stepped = moves._change_units(choices, worth, int(moves.costs[choices].sum()), 12)
-        stays = (choices > 0) & (drawn < 0.5)
-        assert (stepped[stays] >= choices[stays]).all()
+        swapped = search._swapped(track)
+        assert swapped is not None and (swapped != track.choices).sum() == 2
+        assert track.failed.sum() == (track.failed > 0).sum() == 2 * swaps
 
 
 def test_a_neighbours_layout_grows_or_shrinks_to_a_budget() -> None:
     rng = np.random.default_rng(3)
     for _ in range(20):
-        moves = _moves(np.ones((3, 4)))
-        worth, own = rng.normal(size=(3, 4, 3)), rng.integers(0, 3, moves.shape)
-        slots = slots_of(own, moves.costs)
-        moves.gradients = SimpleNamespace(at=lambda layout, worth=worth: worth)
-        moves.points = {n: SimpleNamespace(choices=own) for n in (0, 1)}
-        moves.budgets = [max(slots - 30, 36), slots + 30]
-        grown, shrunk = moves._grown(1), moves._shrunk_move(0)
-        assert (grown <= own).all() and slots_of(grown, moves.costs) <= slots + 30
-        assert (shrunk >= own).all() and slots_of(shrunk, moves.costs) <= moves.budgets[0]
-        assert moves._shrunk_move(1) is None
+        own = rng.integers(0, 3, (3, 4))
+        slots = int(np.array([20, 7, 3])[own].sum())
+        search = _search((20, 7, 3), [max(slots - 30, 36), slots + 30])
+        for point in search.points:
+            point.tracks.append(_track(own, point.slots))
+        search._means[own.tobytes()] = rng.normal(size=(3, 4, 3)), 1
+        grown, shrunk = search._grown(1), search._shrunk(0)
+        assert grown is not None and shrunk is not None
+        assert (grown[1] <= own).all() and slots_of(grown[1], search.costs) <= slots + 30
+        assert (shrunk[1] >= own).all()
+        assert slots_of(shrunk[1], search.costs) <= search.points[0].slots
+        assert search._shrunk(1) is None and search._grown(0) is None
 
 
 @pytest.mark.parametrize(
@@ -166,23 +167,27 @@ def test_a_neighbours_layout_grows_or_shrinks_to_a_budget() -> None:
 def test_gates_are_learned_at_the_smallest_budgets_with_four_full_units(
     budgets: list[int], counts: list[int]
 ) -> None:
-    search: Any = object.__new__(FrontSearch)
-    search.costs, search.min_slots, search.budgets = np.array([10.0, 5.0, 2.0]), 16, budgets
-    assert search._full_counts == counts
+    search = _search((10, 2), budgets, shape=(2, 4))
+    drawn: list[int] = []
+    search.gradient = lambda choices: drawn.append(int((choices == 0).sum())) or np.ones((2, 4, 2))  # type: ignore[method-assign, func-returns-value]
+    assert (search._gates() is None) == (not counts)
+    if not counts:
+        return
+    search.learn(5)
+    assert drawn[-5:] == (counts * 5)[:5]
 
 
 @pytest.mark.parametrize(
-    ("gradients", "units", "gates"),
-    # 55 %, at least 4, at most a quarter of the units and 64; otherwise none.
-    [(100, 64, 16), (20, 64, 11), (8, 64, 4), (6, 64, 0), (100, 8, 4), (900, 1000, 64)],
+    ("passes", "units", "gates"),
+    # 35 % of the passes, for gradients of a half; at most a quarter of the units, and 64.
+    [(100, 64, 16), (20, 64, 14), (6, 64, 4), (5, 64, 0), (100, 8, 4), (900, 1000, 64)],
 )
-def test_gates_get_their_share_of_the_gradients(gradients: int, units: int, gates: int) -> None:
-    search: Any = object.__new__(FrontSearch)
-    search.costs, search.min_slots, search.budgets = np.array([10.0, 2.0]), 16, [56]
-    search.all_full = np.zeros(units)
-    assert search.gates_to_learn(gradients) == gates
-    search.budgets = [20]
-    assert search.gates_to_learn(gradients) == 0
+def test_gates_get_their_share_of_the_passes(passes: int, units: int, gates: int) -> None:
+    for budget, count in ((2 * units + 32, gates), (2 * units + 24, 0)):
+        search, learned = _search((10, 2), [budget], (1, units), passes=passes), [0]
+        vars(search)["learn"] = learned.append
+        search._gates()
+        assert learned[-1] == count
 
 
 def search(
@@ -234,13 +239,14 @@ def test_a_front_is_nearly_exact_if_units_are_additive() -> None:
 
 def test_every_kind_of_move_is_made() -> None:
     """Also swaps of units with equal slots: a budget of 4,156 has no spare slots."""
-    scorer = WindowLandscape("redundant", (2, 4), (16, 64))
+    scorer = WindowLandscape("redundant", (4, 4), (16, 64))
     _, evaluator = search(scorer, kappa=200, slots=(1290, 1625, 2048, 2580, 4156, 6502))
     masks: dict[str, list[HeadMask]] = {}
     for point in evaluator.trace:
-        if point.phase == "swaps":
-            masks.setdefault(point.subproblem, []).append(mask_of_key(point.mask))
-    assert {*masks} == {"exchange", "swap", "grown", "shrunk", "kick", "other start"}
+        masks.setdefault(point.subproblem, []).append(mask_of_key(point.mask))
+    moves = {point.subproblem for point in evaluator.trace if point.phase == "swaps"}
+    assert moves == {"exchange", "swap", "grown", "shrunk"}
+    assert {*masks} - moves >= {"elimination", "gates", "mixed", "mean"}
     assert 4156 in [mask.kv_slots(TOKENS) for mask in masks["swap"]]
 
 
@@ -268,35 +274,58 @@ def test_larger_budgets_grow_from_a_stuck_layout() -> None:
     """Gradients mislead at good layouts but are right at a layout that fails."""
     scorer = Saturated("additive", (4, 4), (16,))
     budgets = (2500, 3500, 4500, 6500, 9000)
-    evaluator = evaluator_of(scorer)
-    evaluator.slot_budgets = SlotBudgets(TOKENS, budgets)
+    found, _ = search(scorer, kappa=14, slots=budgets)
+    assert found.front is not None and found.front.points[-2].score == 1.0
+
+
+class Blind(WindowLandscape):
+    """As `Saturated`, but gradients with many full units tell nothing: both first starts fail."""
+
+    def evaluate(self, mask: HeadMask) -> Evaluation:
+        evaluation = super().evaluate(mask)
+        full = int(mask.is_full.sum())
+        return Evaluation(0.0 if 5 <= full < 16 else evaluation.score, evaluation.log_likelihood)
+
+
+def test_a_size_whose_starts_fail_does_not_feed_the_others() -> None:
+    """With the middle sizes at 0, the smaller ones are still found from starts of their own."""
+    scorer = Blind("additive", (4, 4), (16,))
+    result, evaluator = search(scorer, kappa=60, slots=(2500, 4500, 6500, 9000))
+    assert result.front is not None
+    assert max(point.score for point in result.front.points[:-1]) > 0.2
+    names = Counter(point.subproblem for point in evaluator.trace if point.phase == "start")
+    assert {"gates", "elimination", "grown"} <= {*names} and len(names) > 3
+
+
+def test_each_size_has_several_starts_of_its_own() -> None:
+    evaluator = evaluator_of(WindowLandscape("chains", (4, 4), (16,)))
+    evaluator.slot_budgets = SlotBudgets(TOKENS, (5000, 6000, 7000))
     evaluator.anchors(0.5)
-    search = FrontSearch(evaluator, SearchSettings(0.5, budget_per_layer=14))
-    search.start()
-    scores = [search.points[number].evaluation.score for number in range(5)]
-    assert scores == [0.0] * 3 + [1.0] * 2
+    search = front_search(evaluator, SearchSettings(0.5, budget_per_layer=200))
+    search.run()
+    assert all(len(point.tracks) >= 3 and not point.starts for point in search.points)
 
 
 @pytest.mark.parametrize(("name", "gates_win"), [("chains", False), ("xor", True)])
-def test_the_other_start_is_the_one_that_lost(name: str, gates_win: bool) -> None:
+def test_the_start_that_wins_at_a_middle_size_comes_first_at_the_others(
+    name: str, gates_win: bool
+) -> None:
     evaluator = evaluator_of(WindowLandscape(name, (4, 4), (16,)))
     evaluator.slot_budgets = SlotBudgets(TOKENS, (5000, 6000, 7000))
     evaluator.anchors(0.5)
-    search = FrontSearch(evaluator, SearchSettings(0.5, budget_per_layer=60))
-    search.start()
-    assert search.other_start is not None
-    [gates] = [point.mask for point in evaluator.trace if point.subproblem == "gates"]
-    other = search.other_start(1)
-    assert (search.mask(search.points[1].choices).key == gates) == gates_win
-    assert (search.mask(other).key == gates) == (not gates_win)
+    search = front_search(evaluator, SearchSettings(0.5, budget_per_layer=60))
+    vars(search)["_improve"] = lambda: None
+    search.run()
+    starts = [point.subproblem for point in evaluator.trace if point.phase == "start"]
+    assert {*starts[:2]} == {"elimination", "gates"}
+    assert {*starts[2:]} - {"grown"} <= {"gates" if gates_win else "elimination"}
 
 
 def test_the_budget_with_the_largest_gap_to_the_next_moves_first() -> None:
     search = _at_start((_slots(1), _slots(2), _slots(3)))
-    search.unmeasured = set()
     for number, score in enumerate((0.5, 0.5, 0.9)):
-        search.points[number] = _point(_slots(number + 1), range(number + 1), score, number - 9.0)
-    search.improve()
+        _set(search, number, _slots(number + 1), _full(*range(number + 1)), score, number - 9.0)
+    search._improve()
     first = next(point for point in search.evaluator.trace if point.phase == "swaps")
     assert mask_of_key(first.mask).num_sliding == 6
 
@@ -331,22 +360,27 @@ def test_masks_of_little_cost_leave_room_for_a_gradient(cost: float) -> None:
     assert any("6 passes pay for 5 of 7 points" in note for note in evaluator.notes)
 
 
-def _at_start(slots: tuple[int, ...] = BUDGETS, kappa: int = 100) -> FrontSearch:
+def _at_start(slots: tuple[int, ...] = BUDGETS, kappa: int = 100) -> GradientSearch:
     """A search that has measured only the anchors."""
     scorer = WindowLandscape("additive", (2, 4), (16, 64), 1)
     evaluator = evaluator_of(scorer)
     evaluator.slot_budgets = SlotBudgets(TOKENS, slots)
     evaluator.anchors(0.5)
-    return FrontSearch(evaluator, SearchSettings(0.5, budget_per_layer=kappa))
+    return front_search(evaluator, SearchSettings(0.5, budget_per_layer=kappa))
 
 
 def _full(*units: int) -> npt.NDArray[np.int64]:
     return np.where(np.isin(np.arange(8), units), 0, 2).reshape(2, 4)
 
 
-def _point(slots: int, units: Iterable[int], *rank: float, passes: float = 0.0) -> Point:
-    """A point with these full units, score and log-likelihood."""
-    return Point(slots, _full(*units), Evaluation(*rank), passes, np.zeros((2, 4)))
+def _set(
+    search: GradientSearch, number: int, slots: int, choices: npt.NDArray[np.int64],
+    *rank: float, passes: float = 0.0,
+) -> Track:  # fmt: skip
+    """Give a budget this layout with this score and log-likelihood."""
+    track = Track("", slots, choices, Evaluation(*rank), passes, np.ones((2, 4)), 3)
+    search.points[number : number + 1] = [Point(slots, {}, [track])]
+    return track
 
 
 def _slots(full_units: int) -> int:
@@ -375,7 +409,7 @@ def test_budgets_of_the_points_are_requested_or_spaced(
     slots: tuple[int, ...], kappa: int, budgets: list[int]
 ) -> None:
     search = _at_start(slots, kappa)
-    assert search.budgets == budgets
+    assert [point.slots for point in search.points] == budgets
     said = [f"pay for {len(budgets)} of 7 points" in note for note in search.evaluator.notes]
     assert said == [True] * (kappa < 30)
 
@@ -390,20 +424,18 @@ def test_a_better_layout_is_kept_at_every_budget_that_it_fits() -> None:
         (1128, 0.0, -1.0, False), (1129, score, likelihood - 0.1, True),
         (2138, score, likelihood - 0.1, False), (3147, score - 0.01, likelihood + 0.1, True),
     ]  # fmt: skip
-    for number, (budget, *rank, _) in enumerate(rows):
-        before = Evaluation(*rank)
-        search.points[number] = Point(budget, _full(), before, 0.0, np.ones((2, 4)), 3)
-    tries = [(1, choices, True), (1, choices, False), (0, choices, False)]
-    tries += [(1, _full(worst), False)] * 2
-    for number, tried, is_best in tries:
-        assert search._measure(number, tried, "move") == is_best
-    # The second is known, the third is no evaluation, the fourth lost and is not repeated.
+    tracks = [_set(search, n, budget, _full(), *rank) for n, (budget, *rank, _) in enumerate(rows)]
+    tries = [(1, choices, True), (1, choices, False), (0, choices, True)]
+    tries += [(1, _full(worst), True), (1, _full(worst), False)]
+    for number, tried, is_new in tries:
+        point = search.points[number]
+        # A layout too large for the smallest budget is proposed by no move.
+        if slots_of(tried, search.costs) <= point.slots:
+            assert search._measure(point, point.best, tried, "move") == is_new
     assert (search.evaluations, search.left) == (2, search.all_passes - 2)
-    assert not search.gradients.at(choices)[..., -1].any()  # relative to the narrowest window
-    for point, (*_, is_better) in zip(search.points.values(), rows, strict=True):
-        assert (point.choices == (choices if is_better else _full())).all()
-        assert point.failures == (0 if is_better else 3)
-        assert (point.failed.any(), point.passes) == (not is_better, float(is_better))
+    for track, (*_, is_better) in zip(tracks, rows, strict=True):
+        assert (track.choices == (choices if is_better else _full())).all()
+        assert (track.failed.any(), track.passes) == (not is_better, float(is_better))
 
 
 @pytest.mark.parametrize(
@@ -422,14 +454,15 @@ def test_a_front_has_only_points_that_score_no_less_than_smaller_ones(
     for number, score in enumerate(scores, 1):
         # The last budget's layout has no more slots than the one before, if that scores as high.
         units = (1, 2, 3, 4) if scores[-2:] == [0.9, 0.9] and number == 5 else range(number)
-        search.points[number] = _point(_slots(number), units, score, -number, passes=10.0 * number)
-    found = search.result(Anchors(0.0, 1.0))
+        choices = _full(*units)
+        _set(search, number - 1, _slots(number), choices, score, -number, passes=10.0 * number)
+    found = _front_result(search, Anchors(0.0, 1.0))
     assert found.front is not None
     assert [point.mask.is_full.sum() for point in found.front.points] == [0, *kept, 8]
     passes = [10.0 * (5 if scores[-2:] == [0.9, 0.9] and k == 4 else k) for k in kept]
     assert [point.passes for point in found.front.points] == [0.0, *passes, 0.0]
     assert found.mask.is_full.sum() == result
-    poor = any(score < search.full.score / 2 for score in scores[3:])
+    poor = any(score < 0.5 for score in scores[3:])
     assert any("less than half" in note for note in search.evaluator.notes) == (poor and 5 in kept)
 
 
@@ -437,8 +470,8 @@ def test_a_window_too_wide_for_a_budget_becomes_a_narrower_one() -> None:
     search = _at_start((168, 2000))
     values = np.ones((2, 4, 3)).cumsum(axis=2)[..., ::-1]
     for number, window in ((0, 2), (1, 1)):
-        layout = search._layout(1, values, number)
-        assert slots_of(layout, search.costs) <= search.budgets[number]
+        layout = search.layout(values, search.points[number].slots, kind=1)
+        assert slots_of(layout, search.costs) <= search.points[number].slots
         assert {*layout.flat} <= {0, window}
 
 

@@ -17,19 +17,19 @@ def _one_gradient(settings: SearchSettings, num_layers: int, num_units: int) -> 
 
 
 register("bosch_plus", Method(
-    "BOSCH+", "search", "bosch.search.bosch_plus:bosch_plus",
+    "BOSCH+", "search", "bosch.search.gradient_search:bosch_plus",
     "elimination and swaps by gradients, a tenth of the published evaluations",
     frozenset({"budget_per_layer"}), _plus, gradients=True,
 ))  # fmt: skip
 register("front", Method(
-    "Front", "search", "bosch.search.front:front",
+    "Front", "search", "bosch.search.gradient_search:front",
     "masks of several windows for every budget from one search by gradients",
     frozenset({"budget_per_layer"}),
     lambda settings, layers, _: ANCHORS + front_budget(settings, layers), gradients=True,
     several_windows=True, finds_front=True,
 ))  # fmt: skip
 register("learned_gates", Method(
-    "Gates", "search", "bosch.search.rivals:learned_gates",
+    "Gates", "search", "bosch.search.gradient_search:learned_gates",
     "gates learned by gradient at an exact ratio (arXiv 2410.10819, 2606.18056)",
     frozenset({"budget_per_layer", "seed"}), _plus, gradients=True,
 ))  # fmt: skip
