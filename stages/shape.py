@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from bosch.errors import UserError
-from bosch.objective.decoder_shape import DecoderShape
+from bosch.score.decoder_shape import DecoderShape
 from stages.stage import LoadedRecipe, ModelInfo
 
 

@@ -44,7 +44,7 @@ import numpy.typing as npt
 
 from bosch.budget import swa_budget
 from bosch.masks import HeadMask
-from bosch.objective.evaluation_log import Evaluation, GateGradient
+from bosch.score.evaluation_log import Evaluation, GateGradient
 from bosch.search.runs import run_method
 from bosch.search.settings import SearchSettings
 from studies import studied_model

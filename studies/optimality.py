@@ -18,7 +18,7 @@ import numpy as np
 
 from bosch.budget import swa_budget
 from bosch.masks import HeadMask
-from bosch.objective.evaluation_log import Evaluation, EvaluationLog
+from bosch.score.evaluation_log import Evaluation, EvaluationLog
 from bosch.window import Window
 from studies.studied_model import StudiedModel, command, options, spread, table
 

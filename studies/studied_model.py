@@ -14,9 +14,9 @@ import torch
 from bosch.masks import HeadMask
 from bosch.model.loading import load_model
 from bosch.model.search_mode import mask_shape, prepare_for_search
-from bosch.objective.calibration import CalibrationSet
-from bosch.objective.evaluation_log import EvaluationLog
-from bosch.objective.objective import Objective
+from bosch.score.calibration import CalibrationSet
+from bosch.score.evaluation_log import EvaluationLog
+from bosch.score.objective import Objective
 from bosch.search.methods import METHODS
 from bosch.search.runs import MethodRun, run_method
 from data_prep.documents.calibration import needle_prompts

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from bosch.masks import HeadMask
-from bosch.objective.calibration import CalibrationSet
-from bosch.objective.evaluation_log import Evaluation, EvaluationContext, EvaluationLog
+from bosch.score.calibration import CalibrationSet
+from bosch.score.evaluation_log import Evaluation, EvaluationContext, EvaluationLog
 from bosch.search.evaluator import Evaluator
 from data_prep.documents.calibration import Prompt
 from stages.context import ModelConfig, Runtime, StageConfig

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bosch.masks import HeadMask
-from bosch.objective.evaluation_log import Evaluation, GateGradient
+from bosch.score.evaluation_log import Evaluation, GateGradient
 from bosch.window import Window
 from studies.landscapes import GRADIENT_PASSES, QUANTUM, Groups, Landscape
 

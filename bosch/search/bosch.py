@@ -18,7 +18,7 @@ import numpy.typing as npt
 from bosch.budget import swa_budget
 from bosch.mask_files import Front
 from bosch.masks import HeadMask
-from bosch.objective.evaluation_log import Evaluation
+from bosch.score.evaluation_log import Evaluation
 from bosch.search.evaluator import Evaluator
 from bosch.search.groups import layer_groups, max_layers_per_group, split_evenly
 from bosch.search.loss import Anchors, Loss

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from bosch.budget import swa_budget
 from bosch.errors import RunError
 from bosch.masks import HeadMask
-from bosch.objective.evaluation_log import Evaluation, EvaluationLog, GateGradient
 from bosch.progress import Progress
+from bosch.score.evaluation_log import Evaluation, EvaluationLog, GateGradient
 from bosch.search.loss import Anchors
 from bosch.search.trace import TracePoint, subproblem_key
 from bosch.units import Units

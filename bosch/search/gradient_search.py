@@ -33,7 +33,7 @@ from bosch.analysis.intervals import share
 from bosch.errors import UserError
 from bosch.mask_files import Front, FrontPoint, HeldOut
 from bosch.masks import HeadMask
-from bosch.objective.evaluation_log import Evaluation
+from bosch.score.evaluation_log import Evaluation
 from bosch.search.allotment import Choices, Values, allotted, slots_of, spaced_slots
 from bosch.search.bosch import SearchResult, final_result, measure_anchors
 from bosch.search.evaluator import SHARES, Evaluator, SlotBudgets

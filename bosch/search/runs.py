@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bosch.baselines.ranking import Ranked, rank_units
 from bosch.budget import check_granularity
 from bosch.errors import RunError, UserError
 from bosch.masks import HeadMask
 from bosch.model.search_mode import mask_shape
-from bosch.objective.calibration import CalibrationSet
-from bosch.objective.evaluation_log import EvaluationContext, EvaluationLog
-from bosch.objective.objective import Objective, remedy
+from bosch.rankings.ranking import Ranked, rank_units
+from bosch.score.calibration import CalibrationSet
+from bosch.score.evaluation_log import EvaluationContext, EvaluationLog
+from bosch.score.objective import Objective, remedy
 from bosch.search.bosch import SearchResult
 from bosch.search.evaluator import SHARES, Evaluator, Scorer
 from bosch.search.loss import Anchors

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bosch.masks import HeadMask
-from bosch.objective.evaluation_log import Evaluation
+from bosch.score.evaluation_log import Evaluation
 from bosch.search.evaluator import Evaluator
 from bosch.search.loss import Loss
 from bosch.search.settings import SearchSettings

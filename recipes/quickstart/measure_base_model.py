@@ -23,9 +23,9 @@ from transformers import AutoTokenizer
 from bosch.masks import HeadMask
 from bosch.model.loading import load_model
 from bosch.model.search_mode import prepare_for_search
-from bosch.objective.calibration import CalibrationSet
-from bosch.objective.objective import Objective
 from bosch.progress import progress
+from bosch.score.calibration import CalibrationSet
+from bosch.score.objective import Objective
 from bosch.window import Window
 from data_prep.documents.calibration import needle_prompts
 from data_prep.text import haystack_words

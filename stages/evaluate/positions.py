@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from bosch.errors import UserError
-from bosch.objective.answers import answer_logits
+from bosch.score.answers import answer_logits
 from data_prep.text import encode_prompt, haystack_files, read_utf8
 from stages.evaluate.answers import AnswerLog, ModelError, digest_of
 from stages.evaluate.stage import PositionConfig

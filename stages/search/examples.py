@@ -11,10 +11,10 @@ from typing import Any
 
 from bosch.errors import UserError
 from bosch.files import exists, write_text
-from bosch.objective.batches import check_vocabulary
-from bosch.objective.calibration import CalibrationSet
 from bosch.progress import progress
 from bosch.ranks import Ranks
+from bosch.score.batches import check_vocabulary
+from bosch.score.calibration import CalibrationSet
 from data_prep.documents.calibration import Prompt, read_prompts
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from data_prep.tasks.needles import string_match

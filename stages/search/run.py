@@ -18,10 +18,10 @@ from bosch.model.families import decoder_layers
 from bosch.model.loading import load_model
 from bosch.model.materialize import check_hybrid
 from bosch.model.search_mode import prepare_for_search
-from bosch.objective.evaluation_log import EvaluationLog
-from bosch.objective.objective import Objective
 from bosch.progress import progress
 from bosch.ranks import Ranks, limit_collectives
+from bosch.score.evaluation_log import EvaluationLog
+from bosch.score.objective import Objective
 from bosch.search.bosch import SearchResult
 from bosch.search.evaluator import Evaluator, SlotBudgets
 from bosch.search.methods import METHODS

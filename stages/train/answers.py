@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bosch.objective.calibration import CalibrationExample, CalibrationSet
+from bosch.score.calibration import CalibrationExample, CalibrationSet
 from stages.context import Runtime
 from stages.search.stage import EXAMPLES
 from stages.train.loss import IGNORED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bosch.budget import window_shares
 from bosch.errors import UserError
-from bosch.objective.decoder_shape import DecoderShape
+from bosch.score.decoder_shape import DecoderShape
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices
 from stages.formats import counted, format_bytes
 from stages.materialize.stage import MaterializeConfig

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from bosch.masks import HeadMask
 from bosch.model.families import decoder_layers
 from bosch.model.loading import load_config, load_model
-from bosch.objective.answers import scaled_logits
+from bosch.score.answers import scaled_logits
 from stages.context import ModelConfig, Runtime
 from stages.train.loss import IGNORED, HeadLoss, head_loss
 from stages.train.memory import chunk_tokens

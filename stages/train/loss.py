@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from bosch.model.families import logit_scale
-from bosch.objective.answers import scaled_logits
 from bosch.parallel.context import ContextParallel
+from bosch.score.answers import scaled_logits
 from stages.train.memory import chunk_tokens
 
 IGNORED = -100  # label of a position that is not predicted

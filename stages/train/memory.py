@@ -15,7 +15,7 @@ from stages.train.schedule import make_schedule
 from stages.train.stage import TrainConfig
 
 if TYPE_CHECKING:  # it loads torch
-    from bosch.objective.decoder_shape import DecoderShape
+    from bosch.score.decoder_shape import DecoderShape
 
 # Logits computed at a time by the chunked loss: 256 MiB in float32.
 _CHUNK_ELEMENTS = 2**26

@@ -18,7 +18,7 @@ from bosch.budget import window_shares
 from bosch.hardware import device_named
 from bosch.journal import Journal
 from bosch.model.configuration import hybrid_mask
-from bosch.objective.decoder_shape import DecoderShape
+from bosch.score.decoder_shape import DecoderShape
 from stages.formats import format_seconds
 from stages.published import TENSORBOARD
 from stages.train.memory import unneeded_flops

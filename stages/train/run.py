@@ -18,8 +18,8 @@ from bosch.errors import LostRankError, RunError, StoppedError
 from bosch.files import file_hashes, remove
 from bosch.model.configuration import hybrid_mask
 from bosch.model.loading import load_config
-from bosch.objective.decoder_shape import DecoderShape
 from bosch.ranks import limit_collectives, partners_alive
+from bosch.score.decoder_shape import DecoderShape
 from bosch.this_process import world_size
 from stages.context import StageConfig
 from stages.materialize.stage import MODEL, MaterializeConfig

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bosch.objective.evaluation_log import EvaluationLog
+from bosch.score.evaluation_log import EvaluationLog
 from stages.context import StageConfig
 from stages.search import run as search
 from stages.search.stage import SearchConfig

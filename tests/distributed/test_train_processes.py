@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from bosch.model.loading import load_config
-from bosch.objective.decoder_shape import DecoderShape
+from bosch.score.decoder_shape import DecoderShape
 from stages.context import Runtime
 from stages.train.checkpoint import CheckpointWriter
 from stages.train.cost import restart_point_bytes

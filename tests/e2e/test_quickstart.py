@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from bosch.baselines.layer_rules import intr
 from bosch.mask_files import HeadMaskFile
 from bosch.masks import HeadMask
 from bosch.model.loading import load_model
 from bosch.model.search_mode import prepare_for_search
-from bosch.objective.calibration import CalibrationSet
-from bosch.objective.objective import Objective
+from bosch.rankings.layer_rules import intr
+from bosch.score.calibration import CalibrationSet
+from bosch.score.objective import Objective
 from data_prep.documents.calibration import needle_prompts
 from data_prep.text import haystack_words
 from pipeline.recipe.load import ROOT, load_recipe

@@ -15,7 +15,7 @@ from bosch.budget import swa_budget
 from bosch.errors import RunError
 from bosch.mask_files import HeadMaskFile
 from bosch.masks import HeadMask
-from bosch.objective.evaluation_log import Evaluation, EvaluationLog
+from bosch.score.evaluation_log import Evaluation, EvaluationLog
 from bosch.search.bosch import SearchResult
 from bosch.search.loss import Anchors
 from bosch.search.methods import METHODS

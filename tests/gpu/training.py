@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bosch.model.configuration import hybrid_mask
-from bosch.objective.decoder_shape import DecoderShape
+from bosch.score.decoder_shape import DecoderShape
 from pipeline.recipe.load import ROOT
 from stages.context import Runtime
 from stages.train.loop import Loop

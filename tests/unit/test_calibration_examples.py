@@ -14,9 +14,9 @@ from bosch.errors import UserError
 from bosch.masks import HeadMask
 from bosch.model.materialize import materialize
 from bosch.model.search_mode import prepare_for_search
-from bosch.objective.calibration import CalibrationSet
-from bosch.objective.objective import Objective
 from bosch.ranks import Ranks
+from bosch.score.calibration import CalibrationSet
+from bosch.score.objective import Objective
 from bosch.window import Window
 from data_prep.documents.calibration import Prompt, needle_prompts
 from data_prep.tasks.needles import string_match

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from bosch.model.materialize import materialize
-from bosch.objective.decoder_shape import DecoderShape
+from bosch.score.decoder_shape import DecoderShape
 from bosch.window import Window
 from stages.context import ModelConfig, Runtime
 from stages.train import distillation

@@ -11,7 +11,7 @@ import pytest
 
 from bosch.journal import Journal
 from bosch.masks import HeadMask
-from bosch.objective.evaluation_log import Evaluation, EvaluationLog
+from bosch.score.evaluation_log import Evaluation, EvaluationLog
 from bosch.search.runs import find_mask, run_method
 from bosch.search.settings import SearchSettings
 from tests.search_case import CONTEXT, Additive, evaluator_of, random_costs

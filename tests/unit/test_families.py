@@ -41,8 +41,8 @@ from bosch.model.materialize import check_hybrid, materialize, permute_heads
 from bosch.model.registration import register_model
 from bosch.model.search_mode import apply_head_mask, prepare_for_search
 from bosch.model.stored_config import StoredConfig
-from bosch.objective.decoder_shape import DecoderShape
-from bosch.objective.flops import Flops
+from bosch.score.decoder_shape import DecoderShape
+from bosch.score.flops import Flops
 from bosch.window import Window
 from tests.hybrid_case import (
     FAMILY_NAMES,

@@ -17,13 +17,13 @@ import pytest
 
 from bosch.errors import UserError
 from bosch.masks import HeadMask
-from bosch.objective.calibration import CalibrationSet
-from bosch.objective.evaluation_log import (
+from bosch.score.calibration import CalibrationSet
+from bosch.score.evaluation_log import (
     Evaluation,
     EvaluationLog,
     GateGradient,
 )
-from bosch.objective.objective import Objective
+from bosch.score.objective import Objective
 from bosch.search.allotment import allotted, slots_of
 from bosch.search.bosch import SearchResult
 from bosch.search.evaluator import Evaluator, SlotBudgets

@@ -12,7 +12,7 @@ import pytest
 from bosch.errors import UserError
 from bosch.mask_files import HeadMaskFile
 from bosch.masks import HeadMask
-from bosch.objective.objective import Objective
+from bosch.score.objective import Objective
 from bosch.search.runs import find_mask
 from bosch.search.settings import SearchSettings
 from bosch.window import Window

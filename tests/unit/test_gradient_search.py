@@ -15,11 +15,11 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from bosch.errors import UserError
 from bosch.masks import HeadMask
-from bosch.objective.evaluation_log import (
+from bosch.score.evaluation_log import (
     Evaluation,
     GateGradient,
 )
-from bosch.objective.objective import Objective
+from bosch.score.objective import Objective
 from bosch.search.evaluator import SHARES, Evaluator
 from bosch.search.gradient_search import GradientSearch, RunningMean, _Move, bosch_plus
 from bosch.search.runs import find_mask

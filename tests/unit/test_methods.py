@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from bosch.budget import swa_budget
 from bosch.errors import RunError, UserError
 from bosch.masks import HeadMask
-from bosch.objective.evaluation_log import (
+from bosch.score.evaluation_log import (
     Evaluation,
     EvaluationContext,
     EvaluationLog,
     GateGradient,
 )
-from bosch.objective.objective import Objective
+from bosch.score.objective import Objective
 from bosch.search import solvers
 from bosch.search.bosch import SearchResult
 from bosch.search.evaluator import Evaluator

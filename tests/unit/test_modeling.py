@@ -27,9 +27,9 @@ from bosch.model.interface import attention_modules
 from bosch.model.loading import load_config, load_model
 from bosch.model.materialize import check_hybrid, materialize
 from bosch.model.search_mode import apply_head_mask, head_mask, prepare_for_search
-from bosch.objective.batches import Batch
-from bosch.objective.gate_gradients import gate_gradients
-from bosch.objective.patching import replace_attention
+from bosch.score.batches import Batch
+from bosch.score.gate_gradients import gate_gradients
+from bosch.score.patching import replace_attention
 from bosch.window import Window
 from stages.train.checkpoint import save_model
 from tests.hybrid_case import KV_HEADS, LAYERS, logits_of, mask_of, random_mask, small_model, tokens

@@ -22,11 +22,11 @@ from bosch.model.search_mode import (
     apply_head_mask,
     mask_shape,
 )
-from bosch.objective import objective as objectives
-from bosch.objective.answers import equal_but_rounding
-from bosch.objective.calibration import CalibrationSet
-from bosch.objective.flops import sliding_pairs
-from bosch.objective.objective import Objective
+from bosch.score import objective as objectives
+from bosch.score.answers import equal_but_rounding
+from bosch.score.calibration import CalibrationSet
+from bosch.score.flops import sliding_pairs
+from bosch.score.objective import Objective
 from bosch.window import Window
 from tests.attention_case import by_rows
 from tests.hybrid_case import (

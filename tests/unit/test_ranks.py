@@ -14,9 +14,9 @@ import torch.distributed as dist
 from bosch import ranks
 from bosch.errors import LostRankError, RunError
 from bosch.masks import HeadMask
-from bosch.objective.batches import batches_of_rank
-from bosch.objective.objective import Objective
 from bosch.ranks import Ranks
+from bosch.score.batches import batches_of_rank
+from bosch.score.objective import Objective
 from bosch.window import Window
 from tests.hybrid_case import KV_HEADS, LAYERS, random_mask
 from tests.search_case import WINDOW, searchable

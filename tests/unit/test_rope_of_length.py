@@ -12,8 +12,8 @@ from transformers import Phi3Config, Phi3ForCausalLM
 from bosch.masks import HeadMask
 from bosch.model.families import rope_depends_on_length
 from bosch.model.search_mode import prepare_for_search
-from bosch.objective.calibration import PARTS, CalibrationExample, CalibrationSet
-from bosch.objective.objective import Objective
+from bosch.score.calibration import PARTS, CalibrationExample, CalibrationSet
+from bosch.score.objective import Objective
 from bosch.window import Window
 from stages.evaluate import positions
 from stages.evaluate.chat import ChatConfig

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bosch.baselines import layer_rules
 from bosch.budget import swa_budget
 from bosch.masks import HeadMask
-from bosch.objective.evaluation_log import Evaluation
+from bosch.rankings import layer_rules
+from bosch.score.evaluation_log import Evaluation
 from bosch.search.ablations import b_layer, b_multi, b_single
 from bosch.search.bosch import (
     assign_ratios,

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bosch.objective.evaluation_log import Evaluation
+from bosch.score.evaluation_log import Evaluation
 from bosch.search import solvers
 from bosch.search.loss import Anchors, Loss
 from bosch.search.solvers import Problem, brute_force, nomad, one_plus_one, solve

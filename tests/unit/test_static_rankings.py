@@ -9,22 +9,22 @@ import numpy as np
 import pytest
 import torch
 
-from bosch.baselines import blocks
-from bosch.baselines.apl import apl
-from bosch.baselines.capture import visit_layers
-from bosch.baselines.dcam import dcam
-from bosch.baselines.fisher import fisher
-from bosch.baselines.proxy import fractional_budgets, proxy
-from bosch.baselines.qada import qada
-from bosch.baselines.ranking import rank_units
-from bosch.baselines.razor import mean_attention, razor
 from bosch.budget import swa_budget
 from bosch.errors import RunError, UserError
 from bosch.masks import HeadMask
 from bosch.model.families import decoder_layers
 from bosch.model.search_mode import apply_head_mask, prepare_for_search
-from bosch.objective.calibration import CalibrationSet
-from bosch.objective.objective import Objective
+from bosch.rankings import blocks
+from bosch.rankings.apl import apl
+from bosch.rankings.capture import visit_layers
+from bosch.rankings.dcam import dcam
+from bosch.rankings.fisher import fisher
+from bosch.rankings.proxy import fractional_budgets, proxy
+from bosch.rankings.qada import qada
+from bosch.rankings.ranking import rank_units
+from bosch.rankings.razor import mean_attention, razor
+from bosch.score.calibration import CalibrationSet
+from bosch.score.objective import Objective
 from bosch.search.methods import METHODS
 from bosch.search.runs import run_method, static_mask
 from bosch.search.settings import SearchSettings

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bosch.masks import HeadMask
-from bosch.objective.evaluation_log import Evaluation
+from bosch.score.evaluation_log import Evaluation
 from bosch.window import Window
 from recipes.study.make_composition_model import (
     FIRST_QUESTION,

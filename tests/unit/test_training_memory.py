@@ -14,7 +14,7 @@ from bosch.hybrid import AttentionContext
 from bosch.masks import HeadMask
 from bosch.model.loading import auto_class, load_config
 from bosch.model.search_mode import apply_head_mask, prepare_for_search
-from bosch.objective.decoder_shape import DecoderShape
+from bosch.score.decoder_shape import DecoderShape
 from bosch.window import Window
 from stages.context import Runtime
 from stages.train.loss import install_loss

@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from bosch.errors import RunError
 from bosch.hardware import DEVICES, device_named
 from bosch.model.loading import load_model
-from bosch.objective.calibration import CalibrationExample
-from bosch.objective.decoder_shape import DecoderShape
+from bosch.score.calibration import CalibrationExample
+from bosch.score.decoder_shape import DecoderShape
 from bosch.window import Window
 from stages.context import Runtime
 from stages.shape import stored_shape

@@ -10,7 +10,7 @@ _SEED = frozenset({"seed"})
 
 
 def _rule(name: str, about: str, **more: Any) -> None:
-    runner = f"bosch.baselines.layer_rules:{name}"
+    runner = f"bosch.rankings.layer_rules:{name}"
     register(name, Method(name.upper(), "layer rule", runner, about, **more))
 
 
@@ -20,29 +20,29 @@ _rule("bme", "full layers at the beginning, in the middle and at the end")
 _rule("intr", "full layers at even spacing")
 
 register("dcam", Method(
-    "DCAM", "ranking", "bosch.baselines.dcam:dcam",
+    "DCAM", "ranking", "bosch.rankings.dcam:dcam",
     "ranks heads by their attention mass inside the window",
 ))  # fmt: skip
 register("apl", Method(
-    "APL", "ranking", "bosch.baselines.apl:apl",
+    "APL", "ranking", "bosch.rankings.apl:apl",
     "ranks heads by the distance at which their attention peaks",
 ))  # fmt: skip
 register("proxy", Method(
-    "Proxy", "ranking", "bosch.baselines.proxy:proxy",
+    "Proxy", "ranking", "bosch.rankings.proxy:proxy",
     "ranks heads by the blocks of keys that hold their attention",
     most_local="smallest",
 ))  # fmt: skip
 register("qada", Method(
-    "QAdA", "ranking", "bosch.baselines.qada:qada",
+    "QAdA", "ranking", "bosch.rankings.qada:qada",
     "ranks heads by local mass against an estimate of the rest",
 ))  # fmt: skip
 register("razor", Method(
-    "Razor", "ranking", "bosch.baselines.razor:razor",
+    "Razor", "ranking", "bosch.rankings.razor:razor",
     "ranks heads by attention to repeated tokens", _SEED, most_local="smallest",
     passes=lambda examples: 1 / examples,  # one text as long as the longest example
 ))  # fmt: skip
 register("fisher", Method(
-    "Fisher", "ranking", "bosch.baselines.fisher:fisher",
+    "Fisher", "ranking", "bosch.rankings.fisher:fisher",
     "ranks heads by gradient-weighted mass inside the window",
     passes=lambda _examples: 4.0,  # forward, again for the backward pass, and that of two
 ))  # fmt: skip

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from bosch.objective.evaluation_log import Evaluation
+from bosch.score.evaluation_log import Evaluation
 from bosch.search.loss import Loss
 
 logger = logging.getLogger(__name__)

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from bosch.baselines.blocks import block_scores
-from bosch.baselines.capture import LayerStates, query_heads, visit_layers
-from bosch.baselines.ranking import Scores
 from bosch.model.search_mode import mask_shape
-from bosch.objective.calibration import CalibrationSet
+from bosch.rankings.blocks import block_scores
+from bosch.rankings.capture import LayerStates, query_heads, visit_layers
+from bosch.rankings.ranking import Scores
+from bosch.score.calibration import CalibrationSet
 
 
 def apl(model: Any, calibration: CalibrationSet, window_size: int) -> Scores:

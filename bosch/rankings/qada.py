@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bosch.baselines.blocks import block_scores, lags, row_blocks
-from bosch.baselines.capture import LayerStates, summed_terms
-from bosch.baselines.ranking import Scores
-from bosch.objective.calibration import CalibrationSet
+from bosch.rankings.blocks import block_scores, lags, row_blocks
+from bosch.rankings.capture import LayerStates, summed_terms
+from bosch.rankings.ranking import Scores
+from bosch.score.calibration import CalibrationSet
 
 
 def qada(model: Any, calibration: CalibrationSet, window_size: int) -> Scores:

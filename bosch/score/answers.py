@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bosch.model.families import logit_scale
-from bosch.objective.batches import Batch, final_states
+from bosch.score.batches import Batch, final_states
 
 
 def answer_logits(model: Any, hidden: Tensor) -> Tensor:

@@ -24,13 +24,13 @@ from bosch.masks import HeadMask
 from bosch.model.families import check_family, rope_depends_on_length
 from bosch.model.fingerprint import model_fingerprint
 from bosch.model.search_mode import apply_head_mask, mask_shape
-from bosch.objective import answers
-from bosch.objective.batches import Batch, batches_by_part, batches_of_rank, final_states
-from bosch.objective.calibration import CalibrationSet
-from bosch.objective.evaluation_log import Evaluation, EvaluationContext, GateGradient
-from bosch.objective.flops import Flops
-from bosch.objective.gate_gradients import choices_of, gate_gradients
 from bosch.ranks import Ranks
+from bosch.score import answers
+from bosch.score.batches import Batch, batches_by_part, batches_of_rank, final_states
+from bosch.score.calibration import CalibrationSet
+from bosch.score.evaluation_log import Evaluation, EvaluationContext, GateGradient
+from bosch.score.flops import Flops
+from bosch.score.gate_gradients import choices_of, gate_gradients
 from bosch.window import Window, window_menu
 
 logger = logging.getLogger(__name__)

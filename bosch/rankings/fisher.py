@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from bosch.baselines.blocks import alpha_gradients, attention_blocks, local_and_total
-from bosch.baselines.capture import LayerStates, summed_terms
-from bosch.baselines.ranking import Scores
-from bosch.objective.calibration import CalibrationSet
+from bosch.rankings.blocks import alpha_gradients, attention_blocks, local_and_total
+from bosch.rankings.capture import LayerStates, summed_terms
+from bosch.rankings.ranking import Scores
+from bosch.score.calibration import CalibrationSet
 
 
 def fisher(model: Any, calibration: CalibrationSet, window_size: int) -> Scores:

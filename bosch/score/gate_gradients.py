@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from bosch.hybrid import Attend, AttentionCall, HeadLayout, compute_attention
 from bosch.masks import HeadMask
 from bosch.model.interface import attention_modules
-from bosch.objective.answers import answer_logits
-from bosch.objective.batches import Batch, final_states
-from bosch.objective.patching import freeze, recompute_layers, replace_attention
+from bosch.score.answers import answer_logits
+from bosch.score.batches import Batch, final_states
+from bosch.score.patching import freeze, recompute_layers, replace_attention
 from bosch.window import Window
 
 

@@ -21,8 +21,8 @@ from bosch.masks import HeadMask
 from bosch.model.families import check_family, text_config
 from bosch.model.interface import attention_modules
 from bosch.model.search_mode import head_mask, mask_shape
-from bosch.objective.calibration import CalibrationExample, CalibrationSet
-from bosch.objective.patching import freeze, recompute_layers, replace_attention
+from bosch.score.calibration import CalibrationExample, CalibrationSet
+from bosch.score.patching import freeze, recompute_layers, replace_attention
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from bosch.errors import UserError
-from bosch.objective.calibration import PARTS, CalibrationExample, CalibrationSet
 from bosch.ranks import Ranks
+from bosch.score.calibration import PARTS, CalibrationExample, CalibrationSet
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from bosch.baselines.capture import LayerStates
+from bosch.rankings.capture import LayerStates
 
 ROWS = 128
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bosch.baselines.blocks import attention_blocks
-from bosch.baselines.capture import LayerStates, summed_terms
-from bosch.baselines.ranking import Scores
-from bosch.objective.calibration import CalibrationSet
+from bosch.rankings.blocks import attention_blocks
+from bosch.rankings.capture import LayerStates, summed_terms
+from bosch.rankings.ranking import Scores
+from bosch.score.calibration import CalibrationSet
 
 _MASS = 0.95  # gamma: the fraction of a row to be reached
 

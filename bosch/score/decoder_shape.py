@@ -18,7 +18,7 @@ from bosch.model.configuration import is_hybrid
 from bosch.model.interface import attention_module, attention_modules
 from bosch.model.loading import auto_class, full_attention_config
 from bosch.model.stored_config import StoredConfig
-from bosch.objective.flops import Flops, linear_flops
+from bosch.score.flops import Flops, linear_flops
 from bosch.window import Window
 
 

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bosch.baselines.blocks import block_scores, row_blocks
-from bosch.baselines.capture import LayerStates, query_heads, visit_layers
-from bosch.baselines.ranking import Scores
 from bosch.model.search_mode import mask_shape
-from bosch.objective.calibration import CalibrationSet
+from bosch.rankings.blocks import block_scores, row_blocks
+from bosch.rankings.capture import LayerStates, query_heads, visit_layers
+from bosch.rankings.ranking import Scores
+from bosch.score.calibration import CalibrationSet
 
 _REPEATS = 4
 

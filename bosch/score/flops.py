@@ -17,7 +17,7 @@ from bosch.hybrid import block_size
 from bosch.masks import HeadMask
 from bosch.model import families
 from bosch.model.interface import attention_module
-from bosch.objective.batches import Batch
+from bosch.score.batches import Batch
 from bosch.window import Window
 
 # Families with parallel attention and feed-forward blocks; in some others it is configured.
