@@ -615,10 +615,10 @@ def test_random_numbers_of_a_step_depend_on_seed_step_and_process() -> None:
     assert len(set(seeds)) == len(places) and seeds == [drawn(*place) for place in places]
 
 
-def test_speed_leaves_out_saving(tmp_path: Path) -> None:
+def test_speed_leaves_out_saving_and_scoring(tmp_path: Path) -> None:
     """Five of ten seconds."""
     written: dict[str, Any] = {}
-    spent = {"checkpoint": 5.0, "data": 0.25}
+    spent = {"checkpoint": 2.0, "answers": 3.0, "data": 0.25}
     loop: Any = SimpleNamespace(
         stopwatch=SimpleNamespace(read=lambda: (10.0, spent)), _peak_flops=4e3,
         metrics_log=SimpleNamespace(write=lambda *_, **values: written.update(values)),
@@ -626,9 +626,9 @@ def test_speed_leaves_out_saving(tmp_path: Path) -> None:
         schedule=SimpleNamespace(batch_tokens=100, sequences=4),
         flops=1e4,
     )  # fmt: skip
-    Loop.log(loop, 1.0, 2.0)
+    Loop.log(loop, 1.0, 2.0, {"answers": 0.5})
     assert written.pop("memory") > 2**20
     assert written == {
         "learning_rate": 0.5, "tokens_per_second": 20.0, "mfu": 0.5, "data_seconds": 0.25,
-        "checkpoint_seconds": 5.0,
+        "checkpoint_seconds": 2.0, "answers": 0.5,
     }  # fmt: skip
