@@ -119,7 +119,7 @@ class LoggedAnswers:
             self.note_length(texts[0], len(context) + len(choice), self.max_length + self.spare)
         if requests:
             self.note_first(requests[0][1])
-        return super()._loglikelihood_tokens(requests, **options)
+        return super()._loglikelihood_tokens(requests, **options)  # type: ignore[misc]
 
     def note_length(self, prompt: str, tokens: int, most: int) -> None:
         """Note a prompt that loses its beginning; RULER's are refused."""
@@ -202,7 +202,7 @@ class LanguageModel(LoggedAnswers, HFLM):  # type: ignore[misc]
                 )
 
     @property
-    def max_length(self) -> int:
+    def max_length(self) -> int:  # type: ignore[override]
         # Read anew, since YaRN changes it.
         return max_positions(self.model.config) or _NO_LIMIT
 

@@ -38,6 +38,7 @@ from stages.evaluate.scores import (
 )
 from stages.evaluate.stage import EvaluateConfig
 from stages.evaluate.tables import score_tables
+from stages.evaluate.vllm import vllm_model
 from stages.versions import installed_versions
 
 logger = logging.getLogger(__name__)
@@ -126,9 +127,7 @@ def _evaluated(
         in_vllm = section.engine == "vllm" and bool(tasks.tasks)
         with log.shared():
             if in_vllm:
-                from stages.evaluate.vllm import vllm_model
-
-                lm = vllm_model(config, model, own, log)
+                lm = vllm_model(config, model.model, own, log)
             else:
                 loaded = load_evaluated(config, model, state.device)
                 lm = LanguageModel(loaded, own, section, config.runtime.eval_batch_size, log)

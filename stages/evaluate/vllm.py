@@ -8,15 +8,14 @@ import torch
 from lm_eval.api.registry import get_model
 from lm_eval.models.utils import normalize_gen_kwargs
 
-from stages.context import StageConfig
+from stages.context import ModelConfig, StageConfig
 from stages.evaluate.answers import AnswerLog
 from stages.evaluate.lm import LoggedAnswers, template_without_date
-from stages.evaluate.models import EvaluatedModel
 from stages.evaluate.stage import EvaluateConfig
 
 
 def vllm_model(
-    config: StageConfig[EvaluateConfig], evaluated: EvaluatedModel, tokenizer: Any, log: AnswerLog
+    config: StageConfig[EvaluateConfig], model: ModelConfig, tokenizer: Any, log: AnswerLog
 ) -> Any:
     """The model in an engine of its own, which finds the plugin for hybrids by its entry point."""
 
@@ -43,7 +42,7 @@ def vllm_model(
         def close(self) -> None:
             self.model.llm_engine.engine_core.shutdown()
 
-    section, model, gpus = config.section, evaluated.model, torch.cuda.device_count()
+    section, gpus = config.section, torch.cuda.device_count()
     engine = VLLM(
         pretrained=model.path,
         tokenizer=tokenizer.name_or_path,

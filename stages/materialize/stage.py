@@ -124,7 +124,6 @@ STAGE = Stage(
     completed=MaterializeConfig.completed,
     needs=("search",),
     checks=_faults,
-    slow_checks="stages.materialize.weights:weight_faults",
     model="weights",
     cost="stages.materialize.cost:cost",
 )
