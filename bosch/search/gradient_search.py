@@ -103,7 +103,7 @@ def front(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     if search.points:
         _check_passes(search.gradient_cost, search.free, "one gradient")
         search.run()
-    return _front_result(search, anchors)
+    return front_result(search, anchors)
 
 
 def front_search(evaluator: Evaluator, settings: SearchSettings) -> GradientSearch:
@@ -217,7 +217,7 @@ Proposal = tuple[Track | None, Choices, str]
 
 
 @dataclass
-class _Move:
+class Move:
     """A kind of move, with its success so far."""
 
     propose: Callable[[int], Proposal | None]
@@ -470,7 +470,7 @@ class GradientSearch:
     def _improve(self) -> None:
         """Moves for one budget after another until the passes or the proposals are exhausted."""
         kinds = self._exchange, self._swap, self._grown, self._shrunk, self._start
-        moves = [_Move(propose) for propose in kinds]
+        moves = [Move(propose) for propose in kinds]
         grown = moves[2]
         fruitless = 0
         while self.free >= 1 and fruitless < _FRUITLESS * len(self.points):
@@ -705,7 +705,7 @@ def _ascending(search: GradientSearch) -> list[Track]:
     return list(by_slots.values())
 
 
-def _front_result(search: GradientSearch, anchors: Anchors) -> SearchResult:
+def front_result(search: GradientSearch, anchors: Anchors) -> SearchResult:
     """The front, and its smallest mask of those with the best score, the original left out."""
     evaluator, points = search.evaluator, _ascending(search)
     assert evaluator.slot_budgets is not None

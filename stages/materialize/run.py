@@ -23,7 +23,7 @@ from stages.context import StageConfig
 from stages.materialize.cost import FLOAT32_PARAMETERS
 from stages.materialize.model_card import base_licence, model_card
 from stages.materialize.stage import MODEL, MaterializeConfig, MaterializeSummary
-from stages.search.choice import chosen_point
+from stages.search.points import chosen_point
 from stages.search.stage import FRONT, HEAD_MASK, SearchConfig
 from stages.train.checkpoint import save_model
 

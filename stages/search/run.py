@@ -30,10 +30,10 @@ from stages.context import StageConfig
 from stages.formats import format_bytes
 from stages.search.budget import HELD_OUT_EVERY, RequestCache
 from stages.search.charts import write_front, write_traces
-from stages.search.choice import point_slots
 from stages.search.examples import calibration_set
-from stages.search.live import BEST, LiveView, mask_file
+from stages.search.points import point_slots
 from stages.search.processes import join_process_group
+from stages.search.progress_files import BEST, LiveView, mask_file
 from stages.search.stage import EVALUATIONS, FRONT, HEAD_MASK, SearchConfig, SearchSummary
 
 logger = logging.getLogger(__name__)

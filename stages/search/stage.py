@@ -368,5 +368,5 @@ STAGE = Stage(
     completed=SearchConfig.completed,
     checks=_faults,
     cost="stages.search.cost:cost",
-    slow_checks="stages.search.given:mask_faults",
+    slow_checks="stages.search.mask_checks:mask_faults",
 )

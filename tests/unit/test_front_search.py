@@ -31,7 +31,7 @@ from bosch.search.gradient_search import (
     GradientSearch,
     Point,
     Track,
-    _front_result,
+    front_result,
     front_search,
 )
 from bosch.search.loss import Anchors
@@ -455,7 +455,7 @@ def test_a_front_has_only_points_that_score_no_less_than_smaller_ones(
         units = (1, 2, 3, 4) if scores[-2:] == [0.9, 0.9] and number == 5 else range(number)
         choices = _full(*units)
         _set(search, number - 1, _slots(number), choices, score, -number, passes=10.0 * number)
-    found = _front_result(search, Anchors(0.0, 1.0))
+    found = front_result(search, Anchors(0.0, 1.0))
     assert found.front is not None
     assert [point.mask.is_full.sum() for point in found.front.points] == [0, *kept, 8]
     passes = [10.0 * (5 if scores[-2:] == [0.9, 0.9] and k == 4 else k) for k in kept]

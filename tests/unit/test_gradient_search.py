@@ -21,7 +21,7 @@ from bosch.score.evaluation_log import (
 )
 from bosch.score.objective import Objective
 from bosch.search.evaluator import SHARES, Evaluator
-from bosch.search.gradient_search import GradientSearch, RunningMean, _Move, bosch_plus
+from bosch.search.gradient_search import GradientSearch, Move, RunningMean, bosch_plus
 from bosch.search.runs import find_mask
 from bosch.search.settings import SearchSettings, plus_budget
 from bosch.window import Window
@@ -416,9 +416,9 @@ def test_values_are_the_mean_of_the_gradients_at_a_layout() -> None:
 
 
 def test_a_moves_promise_is_its_wins_per_pass() -> None:
-    assert _Move(lambda number: None).promise == 0.5
-    assert _Move(lambda number: None, wins=2, passes=1.0).promise == 1.0
-    assert _Move(lambda number: None, passes=6.0).promise == 0.125
+    assert Move(lambda number: None).promise == 0.5
+    assert Move(lambda number: None, wins=2, passes=1.0).promise == 1.0
+    assert Move(lambda number: None, passes=6.0).promise == 0.125
 
 
 def test_a_running_mean_restarts_if_a_gradient_disagrees() -> None:

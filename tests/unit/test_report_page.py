@@ -28,7 +28,7 @@ from stages.report.provenance import flatten, provenance
 from stages.report.results import Results, load_results
 from stages.report.stage import ReportConfig
 from stages.search.charts import trace
-from stages.search.live import LiveView
+from stages.search.progress_files import LiveView
 from stages.search.stage import SearchConfig
 from tests import report_fixture
 from tests.golden_page import REPORTS, golden_report, outline

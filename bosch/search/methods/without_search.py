@@ -47,6 +47,6 @@ register("fisher", Method(
     passes=lambda _examples: 4.0,  # forward, again for the backward pass, and that of two
 ))  # fmt: skip
 register("given", Method(
-    "Given", "file", "bosch.search.given:given_mask", "takes the mask of search.mask",
+    "Given", "file", "bosch.search.mask_from_file:given_mask", "takes the mask of search.mask",
     frozenset({"mask"}), several_windows=True,
 ))  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 from bosch.errors import UserError
-from bosch.search.given import given_mask
+from bosch.search.mask_from_file import given_mask
 from stages.faults import Fault, collected
 from stages.formats import format_bytes
 from stages.search.stage import SearchConfig

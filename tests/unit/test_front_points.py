@@ -21,7 +21,7 @@ from pipeline.run.store import Store
 from stages.search import run as search
 from stages.search.budget import RequestCache
 from stages.search.charts import front_picture
-from stages.search.choice import chosen_point, point_slots
+from stages.search.points import chosen_point, point_slots
 from stages.search.stage import SearchConfig
 from tests.hybrid_case import small_config
 from tests.pipeline_case import Case
