@@ -41,29 +41,31 @@ class StudiedModel:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.model = load_model(model.path, device=device, **model.loading)
         self.shape = mask_shape(self.model.config)
-        examples = self.recipe[PrepareConfig].calibration.examples
-        spaces = {"calibration": examples, "evaluation": held_out}
-        questions = [self._questions(space, count) for space, count in spaces.items()]
         prepare_for_search(self.model, self.recipe.runtime.attention)
-        self.calibration, self.held_out = map(self._objective, questions)
+        self.held_out = self.questions("evaluation", held_out, 0)
+        self.calibrate(0)
 
-    def _questions(self, space: Any, count: int) -> CalibrationSet:
+    def calibrate(self, seed: int) -> None:
+        """Search on the examples of this seed."""
+        examples = self.recipe[PrepareConfig].calibration.examples
+        self.calibration = self.questions("calibration", examples, seed)
+
+    def questions(
+        self, space: Any, count: int, seed: int, tasks: Sequence[str] | None = None
+    ) -> Objective:
         """Questions that the model answers right; the two spaces share no needle."""
         config, model = self.recipe[PrepareConfig].calibration, self.recipe.model
         tokenizer = load_tokenizer(
             TokenizerSpec(model.path, model.revision, model.trust_remote_code)
         )
         drafts = needle_prompts(
-            config.tasks, count, config.length, config.new_tokens, space, self.recipe.seed,
-            tokenizer, haystack_words(config.essay_dir),
+            tasks or config.tasks, count, config.length, config.new_tokens, space,
+            self.recipe.seed + seed, tokenizer, haystack_words(config.essay_dir),
         )  # fmt: skip
         prompts, size = [prompt for _, prompt in drafts], self.recipe.runtime.eval_batch_size
         records = answered(LanguageModel(self.model, tokenizer, ChatConfig(), size), prompts)
-        return CalibrationSet.from_records((r["input_ids"], r["answer_length"]) for r in records)
-
-    def _objective(self, questions: CalibrationSet) -> Objective:
-        window, size = self.recipe[SearchConfig].window, self.recipe.runtime.eval_batch_size
-        return Objective(self.model, questions, window, batch_size=size)
+        asked = CalibrationSet.from_records((r["input_ids"], r["answer_length"]) for r in records)
+        return Objective(self.model, asked, self.recipe[SearchConfig].window, batch_size=size)
 
     def search(
         self, method: str, ratio: float, seed: int, budget: int, log: EvaluationLog | None = None
