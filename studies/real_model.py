@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from bosch.analysis.intervals import student
 from bosch.masks import HeadMask
 from bosch.model.search_mode import apply_head_mask
-from bosch.objective.evaluation_log import EvaluationLog
+from bosch.score.evaluation_log import EvaluationLog
 from studies.studied_model import StudiedModel, command, options, table
 
 RATE = 3e-4
