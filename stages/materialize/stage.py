@@ -124,6 +124,7 @@ STAGE = Stage(
     completed=MaterializeConfig.completed,
     needs=("search",),
     checks=_faults,
+    slow_checks="stages.materialize.weights:weight_faults",
     model="weights",
     cost="stages.materialize.cost:cost",
 )
