@@ -14,6 +14,7 @@ import functools
 import inspect
 import re
 import shutil
+import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -2053,6 +2054,7 @@ def hybrid_classes(model_type: str) -> tuple[Any, Any, Any]:
     config = type(f"Hybrid{config_base.__name__}", (HybridConfigMixin, config_base), body)
     bases = MODEL_MAPPING[config_base], models[config_base]
     decoder, model = (_model_class(base, config, kind) for kind, base in enumerate(bases, 1))
+    _name_in_transformers(model)
     return config, decoder, model
 
 
@@ -2068,3 +2070,14 @@ def _model_class(base: Any, config: type, kind: int) -> type:
         "_can_set_experts_implementation_cached_value": base._can_set_experts_implementation(),
     }
     return type(f"Hybrid{base.__name__}", (HybridModelMixin, base), body)
+
+
+def _name_in_transformers(model: type) -> None:
+    """Make a class an attribute of transformers, where `transformers serve` finds it.
+
+    transformers replaces its module object while it loads, and the server may hold the older one.
+    """
+    setattr(sys.modules["transformers"], model.__name__, model)
+    server = sys.modules.get("transformers.cli.serving.model_manager")
+    if server is not None:
+        setattr(server.transformers, model.__name__, model)

@@ -87,18 +87,6 @@ def register_model(model_type: str) -> None:
     modeling_auto.AutoModel.register(config, decoder, exist_ok=True)
     if takes_more_than_text(model_type):
         modeling_auto.AutoModelForImageTextToText.register(config, model, exist_ok=True)
-    _name_in_transformers(model)
-
-
-def _name_in_transformers(model: type) -> None:
-    """Make a class an attribute of transformers, where `transformers serve` finds it.
-
-    transformers replaces its module object while it loads, and the server may hold the older one.
-    """
-    setattr(sys.modules["transformers"], model.__name__, model)
-    server = sys.modules.get("transformers.cli.serving.model_manager")
-    if server is not None:
-        setattr(server.transformers, model.__name__, model)
 
 
 def install() -> None:
