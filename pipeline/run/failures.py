@@ -28,8 +28,8 @@ KINDS: dict[str, type[Exception]] = {
     "user": UserError,
     "disk": DiskFullError,
     "run": RunError,
-    "stopped": StoppedError,
     "killed": LostRankError,
+    "stopped": StoppedError,  # also by torchrun, once another process was killed
     "unexpected": RunError,
     "lost": LostRankError,
 }

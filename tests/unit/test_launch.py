@@ -145,6 +145,8 @@ def failure(kind: str, message: str = "full") -> dict[str, str]:
         ([failure("lost"), failure("stopped")], StoppedError, "search: full"),
         # Libraries raise their own errors when another process was killed.
         ([failure("unexpected"), failure("killed")], LostRankError, "search: full"),
+        # torchrun stops the others.
+        ([failure("stopped"), failure("killed")], LostRankError, "search: full"),
         ([], LostRankError, "search: its process was ended by SIGKILL; the same command resumes"),
     ],
 )
