@@ -49,7 +49,7 @@ fi
 # One worker per core: another one would cost as much for its imports as it gains. Files run in the
 # order of testpaths in pyproject.toml: ordered by their number of tests, files with a few slow tests
 # would run last and alone.
-check "$bin/python" -m pytest -q -n "$(nproc)" --dist loadfile --no-loadscope-reorder --durations=25 "$@"
+check "$bin/python" -m pytest -q -n "$(env -u OMP_NUM_THREADS nproc)" --dist loadfile --no-loadscope-reorder --durations=25 "$@"
 if [ -n "$types" ]; then
     echo "== $bin/mypy"
     wait "$mypy" || failed=1

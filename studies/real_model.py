@@ -159,14 +159,14 @@ def tables(rows: Sequence[Mapping[str, Any]], methods: Sequence[str]) -> str:
     pages = []
     header = ["method", "seeds", "passes", *COLUMNS, *(f"{column} after" for column in COLUMNS)]
     for ratio in sorted({row["ratio"] for row in rows}):
-        found: dict[str, dict[int, Mapping[str, Any]]] = {name: {} for name in methods}
+        by_method: dict[str, dict[int, Mapping[str, Any]]] = {name: {} for name in methods}
         for row in rows:
-            if row["ratio"] == ratio and row["method"] in found:
-                found[row["method"]][row["seed"]] = row
-        found = {name: by_seed for name, by_seed in found.items() if by_seed}
+            if row["ratio"] == ratio and row["method"] in by_method:
+                by_method[row["method"]][row["seed"]] = row
+        by_method = {name: by_seed for name, by_seed in by_method.items() if by_seed}
         means, differences = [], []
-        first = next(iter(found.values()))
-        for name, by_seed in found.items():
+        first = next(iter(by_method.values()))
+        for name, by_seed in by_method.items():
             worths = [[row[when] for row in by_seed.values()] for when in ("untrained", "trained")]
             passes = float(np.mean([row["passes"] for row in by_seed.values()]))
             values = [float(np.mean([w[c] for w in worth])) for worth in worths for c in COLUMNS]
@@ -178,7 +178,7 @@ def tables(rows: Sequence[Mapping[str, Any]], methods: Sequence[str]) -> str:
         pages.append(f"## ρ = {ratio:g}\n\n{table(header, means)}")
         if differences:
             pages.append(
-                f"After training, less {next(iter(found))}:\n\n"
+                f"After training, less {next(iter(by_method))}:\n\n"
                 + table(["method", "seeds", *COLUMNS], differences)
             )
     return "\n".join(pages)

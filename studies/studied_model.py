@@ -64,8 +64,10 @@ class StudiedModel:
         )  # fmt: skip
         prompts, size = [prompt for _, prompt in drafts], self.recipe.runtime.eval_batch_size
         records = answered(LanguageModel(self.model, tokenizer, ChatConfig(), size), prompts)
-        asked = CalibrationSet.from_records((r["input_ids"], r["answer_length"]) for r in records)
-        return Objective(self.model, asked, self.recipe[SearchConfig].window, batch_size=size)
+        examples = CalibrationSet.from_records(
+            (r["input_ids"], r["answer_length"]) for r in records
+        )
+        return Objective(self.model, examples, self.recipe[SearchConfig].window, batch_size=size)
 
     def search(
         self, method: str, ratio: float, seed: int, budget: int, log: EvaluationLog | None = None

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import glob
 import json
 import os
 import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from bosch.commands import Command
 from bosch.errors import UserError, control_character
 from bosch.files import read_json, write_text
-from data_prep.documents.sources import KINDS, Source
+from data_prep.documents.sources import KINDS, Source, text_field
 from data_prep.documents.sources.mds import INDEX
 from data_prep.source_files import files_below
 from pipeline.commands.paths import typed_path
@@ -150,6 +152,8 @@ def recipe_text(
         fields = {"name": source.name, "kind": source.kind, "path": path}
         if source.split != "train":
             fields["split"] = source.split
+        if source.text_field != Source.text_field:
+            fields["text_field"] = source.text_field
         text = f"{{{', '.join(f'{name}: {_yaml(value)}' for name, value in fields.items())}}}"
     return _RECIPE.format(
         schema=os.path.relpath(SCHEMA, folder) if ROOT in (folder, *folder.parents) else SCHEMA,
@@ -189,7 +193,11 @@ def _source_of(data: str) -> Source:
         split = _saved_split(path)
     is_json = path.is_dir() and kind == "jsonl" and _holds_json(_names(path))
     pattern = os.path.join(glob.escape(data), _JSON_BELOW) if is_json else data
-    return Source("mine", kind, pattern, split=split)
+    source = Source("mine", kind, os.path.expanduser(pattern), split=split)
+    field = source.text_field
+    with contextlib.suppress(Exception):  # `run` says why its first document cannot be read
+        field = text_field(source)
+    return replace(source, path=pattern, text_field=field)
 
 
 def _kind(data: str, path: Path) -> str:

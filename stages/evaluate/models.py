@@ -28,7 +28,7 @@ from data_prep.text import essay_identity
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.evaluate.answers import AnswerLog, ModelError, digest_of
 from stages.evaluate.lm import LanguageModel
-from stages.evaluate.load import ask, load_tasks, ruler_corpus
+from stages.evaluate.load import RecipeTasks, ask, load_tasks, ruler_corpus
 from stages.evaluate.positions import corpus_name, long_documents, losses
 from stages.evaluate.scores import (
     FAILED_MODELS,
@@ -171,20 +171,26 @@ def _evaluated(
     with (work_dir / SAMPLES).open("w", encoding="utf-8") as file:
         for name, path in files.items():
             file.write(path.read_text(encoding="utf-8") if name not in failed else "")
+    content = _tables(work_dir, original, tasks)
+    if failed:
+        content["checkpoints"] |= {name: {} for name in failed}
+        reasons = {name: str(error) for name, error in failed.items()}
+        content.setdefault("missing", {})[FAILED_MODELS] = reasons
+    return {**content, **_sources(config, tokenizer)}
+
+
+def _tables(work_dir: Path, original: Path | None, tasks: RecipeTasks) -> dict[str, Any]:
+    """The tables of scores.json, from the samples of the original and of `work_dir`."""
     records: dict[str, list[dict[str, Any]]] = {}
     for source in (original, work_dir):
         for record in read_samples(source) if source is not None else ():
             kept = {name: value for name, value in record.items() if name not in _TEXTS}
             records.setdefault(record["checkpoint"], []).append(kept)
     content = score_tables(records, tasks.groups, tasks.missing)
-    if failed:
-        content["checkpoints"] |= {name: {} for name in failed}
-        reasons = {name: str(error) for name, error in failed.items()}
-        content.setdefault("missing", {})[FAILED_MODELS] = reasons
     for name, suites in content["checkpoints"].items():
         for suite, table in suites.items():
             logger.info("%s: %s average %.1f", name, suite, table["average"])
-    return {**content, **_sources(config, tokenizer)}
+    return content
 
 
 def _sources(config: StageConfig[EvaluateConfig], tokenizer: Any) -> dict[str, Any]:

@@ -106,10 +106,10 @@ def training_loss(steps: Sequence[TrainingStep], loss_in_words: str = "") -> Pic
         mean.encode(y=y.of(alt.Y, "mean"), color=line),
     )
     text = f"{len(rows)} logged steps, {rows[0]['y']:.3f} to {rows[-1]['y']:.3f} nats per token."
-    asked = [(step.tokens, step.answers) for step in steps if step.answers is not None]
-    if asked:
+    scored = [(step.tokens, step.answers) for step in steps if step.answers is not None]
+    if scored:
         text += " Of the search's questions the hybrid answers as the original does " + ", ".join(
-            f"{answers:.0%} after {format_count(tokens)} tokens" for tokens, answers in asked[-8:]
+            f"{answers:.0%} after {format_count(tokens)} tokens" for tokens, answers in scored[-8:]
         )
         text += "."
     name = f"Training loss ({loss_in_words})" if loss_in_words else "Training loss"

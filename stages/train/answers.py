@@ -58,11 +58,11 @@ class Answers:
             labels = torch.full_like(input_ids, IGNORED)
             answer = slice(len(ids) - example.answer_length, len(ids))
             labels[:, answer] = input_ids[:, answer]
-            found = model(
+            output = model(
                 input_ids=input_ids, labels=labels, num_items_in_batch=1, count_wrong=True
             )
             if number < count:
-                sums[number] = torch.stack([found["wrong"], found["loss"]]).cpu()
+                sums[number] = torch.stack([output["wrong"], output["loss"]]).cpu()
         model.train()
         if processes() > 1:
             sums = sums.to(device)

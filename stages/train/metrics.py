@@ -7,7 +7,7 @@ import math
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,19 @@ from bosch.hardware import device_named
 from bosch.journal import Journal
 from bosch.model.configuration import hybrid_mask
 from bosch.score.decoder_shape import DecoderShape
-from stages.formats import format_seconds
+from stages.formats import format_bytes, format_seconds
 from stages.published import TENSORBOARD
 from stages.train.memory import unneeded_flops
 from stages.train.schedule import Schedule
 from stages.train.stage import METRICS, TrainConfig, TrainingStep
 
 logger = logging.getLogger(__name__)
+
+
+# Further fields in a step's line of the log.
+_NOTED: dict[str, Callable[[Any], str]] = {
+    "mfu": "MFU {:.1%}".format, "memory": format_bytes, "answers": "answers {:.3f}".format,
+}  # fmt: skip
 
 
 class MetricsLog:
@@ -39,6 +45,11 @@ class MetricsLog:
         self._journal = Journal(work_dir / METRICS)
         records = self._journal.read_new(_step)
         self.records = [record for record in records if record["step"] <= done_steps]
+        if len(self.records) < done_steps:
+            logger.warning(
+                "%s holds %d of the %d steps done; the others have no record",
+                METRICS, len(self.records), done_steps,
+            )  # fmt: skip
         self._schedule = schedule
         self._done_steps = done_steps
         self._seconds_before = self.records[-1]["seconds"] if self.records else 0.0
@@ -82,9 +93,10 @@ class MetricsLog:
             if value is not None and name not in ("step", "tokens", "seconds"):
                 self._tensorboard.add_scalar(f"train/{name}", float(value), step)
         logger.info(
-            "step %d/%d: loss %.4f, lr %.2e, grad norm %.3f, %s tokens/s, %s left",
+            "step %d/%d: loss %.4f, lr %.2e, grad norm %.3f, %s tokens/s%s, %s left",
             step, self._schedule.steps, loss, record["learning_rate"], grad_norm,
             f"{new_steps * self._schedule.batch_tokens / seconds:,.0f}",
+            "".join(f", {text(record[key])}" for key, text in _NOTED.items() if key in record),
             format_seconds(record["seconds_left"]),
         )  # fmt: skip
 

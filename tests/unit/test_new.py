@@ -42,6 +42,10 @@ def _write_table(folder: Path, *fields: str) -> None:
          {"kind": "huggingface"}),
         (lambda to: shutil.copytree(ROOT / "tests/data/mds/text", to, dirs_exist_ok=True),
          {"kind": "mds"}),
+        (lambda to: (to / "a.jsonl").write_text('{"id": "a", "body": "some words", "n": 1}\n'),
+         {"kind": "jsonl", "text_field": "body"}),
+        (lambda to: (to / "a.csv").write_text("id,story\na,some words\n"),
+         {"kind": "csv", "text_field": "story"}),
         (lambda to: (to / "a.txt.gz").write_bytes(gzip.compress(b"some")), {"kind": "text"}),
     ],
 )  # fmt: skip
@@ -58,8 +62,8 @@ def test_what_new_writes_is_valid(
     assert main(["new", "model", "--data", "mine"]) == 0
     assert "before it can run" not in capsys.readouterr().out
     [source] = load_recipe("my_model.yaml", env={}).recipe[PrepareConfig].sources
-    found = {"kind": source.kind, "split": source.split}
-    assert found == {"split": "train"} | expected
+    written = {name: getattr(source, name) for name in ("kind", "split", "text_field")}
+    assert written == {"split": "train", "text_field": "text"} | expected
     assert main(["validate", "my_model.yaml"]) == 0
 
 
@@ -67,7 +71,7 @@ def test_new_says_that_records_have_no_text(
     case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(case.folder)
-    Path("a.jsonl").write_text('{"body": "some", "n": 1}\n')
+    Path("a.jsonl").write_text('{"m": 2, "n": 1}\n')
     assert main(["new", "model", "--data", "a.jsonl"]) == 0
-    said = "no field `text` (there is body, n); set text_field"
+    said = "no field `text` (there is m, n); set text_field"
     assert re.search(f"^before it can run: .*{re.escape(said)}", capsys.readouterr().out, re.M)

@@ -184,11 +184,14 @@ def test_metrics_after_the_restart_point_are_cut_off(tmp_path: Path) -> None:
     assert left[0] >= 48 and left[1] >= 20 and left == pytest.approx([48, 20], rel=0.3)
 
 
-def test_final_loss_is_none_if_its_record_is_lost(tmp_path: Path) -> None:
+def test_final_loss_is_none_if_its_record_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = write_metrics(tmp_path, 10)
     assert MetricsLog(tmp_path, schedule(), 10).final_loss == 0.1
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
     assert MetricsLog(tmp_path, schedule(), 10).final_loss is None
+    assert "holds 9 of the 10 steps done" in caplog.text
 
 
 def save_point(points: RestartPoints, step: int, sharding: str = "none") -> Path:
@@ -587,7 +590,7 @@ def test_the_log_line_of_a_step_has_its_numbers(
     log.write(10, 2.0, float("nan"), learning_rate=1e-5, mfu=0.5)
     log.close()
     assert re.sub(r"[\d,]+ tokens/s", "N tokens/s", caplog.messages[-1]) == (
-        "step 10/10: loss 2.0000, lr 1.00e-05, grad norm nan, N tokens/s, 0.0 s left"
+        "step 10/10: loss 2.0000, lr 1.00e-05, grad norm nan, N tokens/s, MFU 50.0%, 0.0 s left"
     )
 
 

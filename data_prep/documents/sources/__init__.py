@@ -180,6 +180,20 @@ def read_part(part: Part, source: Source) -> Iterator[Document]:
         raise UserError(f"source {source.name}: {files} cannot be read ({reason})") from error
 
 
+def text_field(source: Source) -> str:
+    """The field that holds the first record's text: `text` or, without one, its longest text."""
+    kind = KINDS[source.kind]
+    for part in kind.parts(source) if kind.has_fields and kind.parts is not None else ():
+        for _, record in kind.read(part, source):
+            if not isinstance(record, Mapping) or source.text_field in record:
+                return source.text_field
+            texts = {name: value for name, value in record.items() if isinstance(value, str)}
+            is_chat = _messages(record, source.text_field) is not None
+            longest = max(texts, key=lambda name: len(texts[name]), default=source.text_field)
+            return source.text_field if is_chat else longest
+    return source.text_field
+
+
 def _document(record: Any, source: Source, place: Callable[[], str]) -> Document:
     """Filters come first; a record that passes them and has no text is a `BadRecord`."""
     name = source.text_field
