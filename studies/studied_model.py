@@ -58,12 +58,12 @@ class StudiedModel:
         tokenizer = load_tokenizer(
             TokenizerSpec(model.path, model.revision, model.trust_remote_code)
         )
-        drafts = needle_prompts(
+        prompts = needle_prompts(
             tasks or config.tasks, count, config.length, config.new_tokens, space,
             self.recipe.seed + seed, tokenizer, haystack_words(config.essay_dir),
         )  # fmt: skip
-        prompts, size = [prompt for _, prompt in drafts], self.recipe.runtime.eval_batch_size
-        records = answered(LanguageModel(self.model, tokenizer, ChatConfig(), size), prompts)
+        size = self.recipe.runtime.eval_batch_size
+        records = answered(LanguageModel(self.model, tokenizer, ChatConfig(), size), list(prompts))
         examples = CalibrationSet.from_records(
             (r["input_ids"], r["answer_length"]) for r in records
         )

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bosch.errors import RunError
 from bosch.progress import progress
-from data_prep.tasks.needles import Draft, Needle, SeedSpace, make_sample
+from data_prep.tasks.needles import Needle, SeedSpace
+from data_prep.tasks.ruler import Corpus, make_rows
 from data_prep.tasks.tables import PROMPTS_PER_EXAMPLE
+from data_prep.tasks.words import OWN_WORDS
 from data_prep.text import encode_prompt
 
-_PROMPTS, _NEEDLES = "prompts.jsonl", "needles.jsonl"
+_PROMPTS = "prompts.jsonl"
 
 
 @dataclass(frozen=True)
 class Prompt:
     """A prompt of `task` fitted into `length` tokens, with `new_tokens` for the answer.
 
-    The model continues `prompt` and `prefix`, the beginning of the answer. A `spare` prompt is
-    asked only where others are answered wrongly.
+    The model continues `prompt` and `prefix`, the beginning of the answer; `needles` are the hidden
+    pairs. A `spare` prompt is asked only where others are answered wrongly.
     """
 
     task: str
@@ -32,6 +34,7 @@ class Prompt:
     prompt: str
     prefix: str
     answers: list[str]
+    needles: list[Needle] = field(default_factory=list)
     spare: bool = False
 
 
@@ -46,33 +49,24 @@ def write_calibration(
     tokenizer: Any,
     essay_words: Sequence[str],
 ) -> dict[str, Any]:
-    """Write prompts.jsonl and needles.jsonl (the needles of each prompt); returns statistics."""
+    """Write prompts.jsonl; returns statistics."""
     folder.mkdir(parents=True, exist_ok=True)
-    lengths = []
-    count = PROMPTS_PER_EXAMPLE * examples
+    sizes, count = [], PROMPTS_PER_EXAMPLE * examples
     prompts = needle_prompts(
         tasks, count, length, new_tokens, "calibration", seed, tokenizer, essay_words
     )
     with (
-        (folder / _PROMPTS).open("w") as prompts_file,
-        (folder / _NEEDLES).open("w") as needles_file,
+        (folder / _PROMPTS).open("w") as file,
         progress(count, "calibration prompts", "prompts") as bar,
     ):
-        for index, (draft, prompt) in enumerate(prompts):
-            lengths.append(len(encode_prompt(tokenizer, draft.text)))
-            record = {**asdict(prompt), "spare": index >= examples}
-            prompts_file.write(json.dumps(record) + "\n")
-            digest = hashlib.sha256(draft.prompt.encode()).hexdigest()
-            record = {"task": prompt.task, "needles": draft.needles, "prompt_sha256": digest}
-            needles_file.write(json.dumps(record) + "\n")
+        for index, prompt in enumerate(prompts):
+            sizes.append(len(encode_prompt(tokenizer, prompt.prompt + prompt.prefix)))
+            file.write(json.dumps({**asdict(prompt), "spare": index >= examples}) + "\n")
             bar.update()
     return {
-        "tasks": list(tasks),
-        "examples": examples,
-        "length": length,
-        "shortest": min(lengths),
-        "longest": max(lengths),
-    }
+        "tasks": list(tasks), "examples": examples, "length": length,
+        "shortest": min(sizes), "longest": max(sizes),
+    }  # fmt: skip
 
 
 def needle_prompts(
@@ -80,20 +74,27 @@ def needle_prompts(
     count: int,
     length: int,
     new_tokens: Callable[[str], int],
-    seed_space: SeedSpace,
+    space: SeedSpace,
     seed: int,
     tokenizer: Any,
     essay_words: Sequence[str],
-) -> Iterator[tuple[Draft, Prompt]]:
-    """Needle questions as the evaluation asks them; tasks alternate.
+) -> Iterator[Prompt]:
+    """RULER's needle questions with words of our own and needles of a seed space; tasks alternate.
 
     A prompt and `new_tokens(task)` have at most `length` tokens.
     """
+    corpus = Corpus(essay_words, words=OWN_WORDS, space=space)
+    seed = zlib.crc32(f"{space} {seed}".encode())
+    rows = {
+        task: make_rows(
+            task, length, count, seed=seed, new_tokens=new_tokens(task), corpus=corpus,
+            tokenizer=tokenizer,
+        )
+        for task in tasks
+    }  # fmt: skip
     for number in range(count):
         task = tasks[number % len(tasks)]
-        new = new_tokens(task)
-        draft = make_sample(task, length, tokenizer, seed_space, seed, number, new, essay_words)
-        yield draft, Prompt(task, length, new, draft.prompt, draft.prefix, draft.answers)
+        yield Prompt(task=task, new_tokens=new_tokens(task), **next(rows[task]))
 
 
 def read_prompts(folder: Path) -> list[Prompt]:
@@ -111,16 +112,15 @@ class CalibrationNeedles:
 
     @classmethod
     def load(cls, folder: Path) -> CalibrationNeedles:
-        """Read needles.jsonl of prepare's calibration folder."""
-        with (folder / _NEEDLES).open() as file:
-            records = [json.loads(line) for line in file]
-        pairs = frozenset((key, value) for record in records for key, value in record["needles"])
-        return cls(pairs, frozenset(record["prompt_sha256"] for record in records))
+        """Those of prepare's calibration folder."""
+        prompts = read_prompts(folder)
+        pairs = frozenset((key, value) for prompt in prompts for key, value in prompt.needles)
+        return cls(pairs, frozenset(prompt.prompt for prompt in prompts))
 
     def check(self, name: str, prompt: str, needles: Iterable[Sequence[str]]) -> None:
         """Raise RunError if the sample `name` shares a needle or its prompt with the set."""
         shared = self.pairs.intersection((key, value) for key, value in needles)
-        if shared or hashlib.sha256(prompt.encode()).hexdigest() in self.prompts:
+        if shared or prompt in self.prompts:
             overlap = f"the needle {min(shared)}" if shared else "its whole prompt"
             raise RunError(
                 f"evaluation sample {name} shares {overlap} with the calibration set: the score "

@@ -11,8 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Literal, NamedTuple
 
-from data_prep.tasks.needles import NOISE_LINE, draw_pair, instruction, needle_sentence, question
-from data_prep.tasks.tables import Haystack, TaskSpec
+from data_prep.tasks.needles import (
+    NOISE_LINE,
+    draw_value,
+    instruction,
+    needle_sentence,
+    pair_owner,
+    question,
+)
 from data_prep.tasks.words import ADJECTIVES, NOUNS, word_key
 
 
@@ -136,15 +142,16 @@ def needle_document(rng: Random, characters: int, prose: Sequence[str]) -> Docum
     intro = instruction(kind) + "\n"
     question_size = sum(map(len, ("\n", *question("a" * 12, kind), ": ", _EXAMPLE[kind], ".")))
     room = characters - len(intro) - questions * question_size
-    haystack: Haystack = rng.choice(("noise", "essay", "essay", "needles", "needles"))
-    spec = TaskSpec(haystack, "words", kind, 1)
+    haystack = rng.choice(("noise", "essay", "essay", "needles", "needles"))
     needles: dict[str, str] = {}
 
     def add_needle() -> str:
-        # Calibration and evaluation use other pairs, so nothing leaks.
-        key, value = draw_pair(rng, spec, "training", needles)
-        needles[key] = value
-        return needle_sentence(key, value, kind)
+        while True:
+            key, value = word_key(rng), draw_value(rng, kind)
+            # Calibration and evaluation use other pairs, so nothing leaks.
+            if key not in needles and pair_owner(key, value) == "training":
+                needles[key] = value
+                return needle_sentence(key, value, kind)
 
     hidden = 0 if haystack == "needles" else min(rng.choice((1, 1, 4, 8)), max(1, room // 100))
     room -= hidden * len(needle_sentence("a" * 12, _EXAMPLE[kind], kind))

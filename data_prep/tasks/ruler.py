@@ -24,21 +24,22 @@ import numpy as np
 from bosch.errors import UserError
 from bosch.files import load_user_json, write_text
 from data_prep.tasks.needles import (
-    DEPTHS,
     NOISE_LINE,
     Draft,
+    SeedSpace,
     draw_value,
-    hide,
-    needle_draft,
+    instruction,
     needle_sentence,
     pair_owner,
-    take_words,
+    question,
 )
 from data_prep.tasks.questions import read_questions
 from data_prep.tasks.tables import DATA_FILES, RULER_NEEDLES, TaskSpec
-from data_prep.tasks.words import WordLists, ruler_words, split_as_ruler
+from data_prep.tasks.words import WordLists, ruler_words, split_as_ruler, split_by_rule
 from data_prep.text import TokenCounter
 
+# Places of a needle, in percent of an essay's sentences.
+_DEPTHS = [round(100 * number / 39) for number in range(40)]
 _CHAIN_HOPS = 4
 _COMMON_WORDS = 10
 # From this length on RULER's steps are used; below it, its smallest haystacks do not fit.
@@ -49,11 +50,12 @@ _REDRAWS = 200
 
 @dataclass(frozen=True)
 class Corpus:
-    """Material of samples: prose, words, and a folder with RULER's data."""
+    """Material of samples: prose, words, and a folder with RULER's data; and whose needles."""
 
     essay: Sequence[str]
     data_dir: Path | None = None
     words: WordLists = field(default_factory=ruler_words)
+    space: SeedSpace = "evaluation"
 
 
 class RulerTask(ABC):
@@ -160,8 +162,10 @@ class NeedleTask(RulerTask):
         needles = [needle_sentence(key, value, spec.value) for key, value in pairs]
         random.Random(self.seed).shuffle(needles)
         if spec.haystack == "essay":
-            sentences = self._sentences(size)
-            depths = rng.sample(DEPTHS, len(needles))
+            # RULER's haystacks start with the essay's first word, the others anywhere.
+            is_ruler, essay = self.corpus.space == "evaluation", self.corpus.essay
+            sentences = self._sentences(0 if is_ruler else rng.randrange(len(essay)), size)
+            depths = rng.sample(_DEPTHS, len(needles))
             places = sorted(int(len(sentences) * (depth / 100)) for depth in depths)
             texts = []
             for begin, place, needle in zip([0, *places], places, needles, strict=False):
@@ -170,11 +174,16 @@ class NeedleTask(RulerTask):
         else:
             is_noise = spec.haystack == "noise"
             lines = [NOISE_LINE if is_noise else self._distractor(keys) for _ in range(size)]
-            context = "\n".join(hide(needles, lines, rng.sample(range(size), len(needles))))
+            context = "\n".join(_hide(needles, lines, rng.sample(range(size), len(needles))))
         chosen = rng.sample(range(spec.keys), spec.queries)
         per_key = spec.values
         answers = [value for at in chosen for _, value in pairs[at * per_key : (at + 1) * per_key]]
-        return needle_draft(spec, context, [keys[at] for at in chosen], answers, pairs)
+        asked = [keys[at] for at in chosen]
+        query = ", ".join(asked[:-1]) + ", and " + asked[-1] if len(asked) > 1 else asked[0]
+        kind, many = spec.value, spec.queries * spec.values > 1
+        text, prefix = question(query, kind, many)
+        text = f"{instruction(kind, many)}\n{context}\n{text}{prefix}"
+        return Draft(text, prefix, answers, pairs)
 
     def _draw_key(self, used_keys: Sequence[str]) -> str:
         """A key; with the few built-in words one that is not used yet."""
@@ -186,19 +195,30 @@ class NeedleTask(RulerTask):
                 return key
 
     def _draw_value(self, key: str) -> str:
-        """A value; with the built-in words not one of calibration or training."""
+        """A value; with the built-in words one that belongs to the corpus's seed space."""
         while True:
             value = draw_value(self.random, self.spec.value)
-            if self.corpus.words.is_upstream or pair_owner(key, value) == "evaluation":
+            if self.corpus.words.is_upstream or pair_owner(key, value) == self.corpus.space:
                 return value
 
     @lru_cache(maxsize=4)  # noqa: B019 - a task's samples have two or three sizes
-    def _sentences(self, size: int) -> list[str]:
-        return split_as_ruler(take_words(self.corpus.essay, 0, size).strip())
+    def _sentences(self, start: int, size: int) -> list[str]:
+        """Sentences of `size` words from `start`; the essay is repeated where it ends."""
+        words = itertools.islice(itertools.cycle(self.corpus.essay), start, start + size)
+        # The calibration set does not depend on what is installed.
+        split = split_as_ruler if self.corpus.space == "evaluation" else split_by_rule
+        return split(" ".join(words))
 
     def _distractor(self, used_keys: Sequence[str]) -> str:
         key = self._draw_key(used_keys)
         return needle_sentence(key, self._draw_value(key), self.spec.value)
+
+
+def _hide(needles: Sequence[str], texts: list[str], places: Sequence[int]) -> list[str]:
+    """Insert the needles into `texts` at these places, the first one at the last place."""
+    for place, needle in zip(sorted(places, reverse=True), needles, strict=True):
+        texts.insert(place, needle)
+    return texts
 
 
 class VariableTracking(RulerTask):
@@ -234,7 +254,7 @@ class VariableTracking(RulerTask):
         names, chain = self._chain()
         value = chain[0].split("=")[-1].strip()
         places = self.random.sample(range(size), len(chain))
-        lines = hide(chain[::-1], [NOISE_LINE] * size, places)
+        lines = _hide(chain[::-1], [NOISE_LINE] * size, places)
         context = "\n".join(lines).replace(". \n", ".\n")
         prefix = (
             " Answer: According to the chain(s) of variable assignment in the text above, "

@@ -48,7 +48,7 @@ def questions(model: Any, tokenizer: Any, tasks: Sequence[str], length: int, cou
         tasks, count, length, lambda task: 16, "evaluation", SEED, tokenizer, haystack_words(None)
     )
     lm = LanguageModel(model, tokenizer, ChatConfig(), 1)
-    records = answered(lm, [prompt for _, prompt in prompts])
+    records = answered(lm, list(prompts))
     examples = [(record["input_ids"], record["answer_length"]) for record in records]
     return CalibrationSet.from_records(examples), len(records) / count
 

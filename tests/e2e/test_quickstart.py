@@ -166,9 +166,9 @@ def test_the_searchs_six_heads_retrieve_and_the_rules_do_not() -> None:
     model = load_model(ROOT / recipe.model.path, dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(ROOT / recipe.model.path)
     tasks, words = recipe.prepare.calibration.tasks, haystack_words(None)
-    drafts = needle_prompts(tasks, 12, 512, lambda task: 16, "evaluation", 7, tokenizer, words)
+    prompts = needle_prompts(tasks, 12, 512, lambda task: 16, "evaluation", 7, tokenizer, words)
     lm = LanguageModel(model, tokenizer, ChatConfig(), 1)
-    records = answered(lm, [prompt for _, prompt in drafts])
+    records = answered(lm, list(prompts))
     assert len(records) >= 10
     questions = CalibrationSet.from_records((r["input_ids"], r["answer_length"]) for r in records)
     prepare_for_search(model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ from bosch.score.objective import Objective
 from bosch.window import Window
 from data_prep.documents.calibration import Prompt, needle_prompts
 from data_prep.tasks.needles import string_match
-from data_prep.tasks.ruler import Corpus, ruler_task
-from data_prep.text import TokenCounter
+from data_prep.tasks.ruler import Corpus, make_rows
+from data_prep.text import encode_prompt
 from pipeline.recipe.load import load_recipe
 from stages.evaluate.chat import ChatConfig
 from stages.evaluate.lm import LanguageModel
@@ -42,21 +42,17 @@ def test_calibration_asks_as_the_evaluation_does(task: str) -> None:
     """The texts differ only in what is hidden, and are tokenised by the same function."""
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
     words = essay_text().split()
-    counter = TokenCounter(tokenizer)
-    evaluation = ruler_task(task, Corpus(words), 7, 1024, 32, counter)
-    evaluation.fit()
-    sample = evaluation.sample(0)
-    [(draft, prompt)] = needle_prompts(
-        [task], 1, 1024, lambda name: 32, "calibration", 7, tokenizer, words
-    )
+    settings: dict[str, Any] = {"seed": 7, "new_tokens": 32, "tokenizer": tokenizer}
+    [row] = make_rows(task, 1024, 1, corpus=Corpus(words), **settings)
+    [prompt] = needle_prompts([task], 1, 1024, lambda name: 32, "calibration", 7, tokenizer, words)
     texts = []
-    for one in (sample, draft):
-        key = next(key for key, value in one.needles if value == one.answers[0])
-        first, *_, last = one.text.split("\n")
-        texts.append((first, last.replace(key, "KEY"), one.prefix.replace(key, "KEY")))
-    assert texts[0] == texts[1] and texts[0][1].endswith("mentioned in the provided text is")
-    assert prompt.prompt + prompt.prefix == draft.text and prompt.answers == draft.answers
-    assert 1024 - 100 < len(counter.ids(draft.text)) + 32 <= 1024
+    for one in (row, asdict(prompt)):
+        key = next(key for key, value in one["needles"] if value == one["answers"][0])
+        first, *_, last = one["prompt"].split("\n")
+        texts.append((first, last.replace(key, "KEY"), one["prefix"].replace(key, "KEY")))
+    assert texts[0] == texts[1] and texts[0][2].endswith("mentioned in the provided text is")
+    tokens = len(encode_prompt(tokenizer, prompt.prompt + prompt.prefix))
+    assert 1024 - 100 < tokens + 32 <= 1024
 
 
 def language_model(rows: int = 4, **chat: Any) -> LanguageModel:

@@ -22,13 +22,19 @@ from data_prep.tasks.needles import Draft
 from data_prep.tasks.questions import read_questions
 from data_prep.tasks.ruler import Corpus, make_rows, read_rows, ruler_task, write_rows
 from data_prep.tasks.tables import ANY_ANSWER, DATA_FILES, NEW_TOKENS, RULER_NEEDLES, RulerTask
-from data_prep.tasks.words import ADJECTIVES, NOUNS, PairedWords, WordLists, split_by_rule
+from data_prep.tasks.words import (
+    ADJECTIVES,
+    NOUNS,
+    OWN_WORDS,
+    PairedWords,
+    WordLists,
+    split_by_rule,
+)
 from data_prep.text import TokenCounter
 from stages.evaluate.stage import RulerConfig
 from tests.ruler_case import essay_text, write_data
 
 RECORDS = json.loads((Path(__file__).parents[1] / "data/ruler.json").read_text())
-OWN_WORDS = WordLists(PairedWords(ADJECTIVES, NOUNS), sorted({*ADJECTIVES, *NOUNS}), False)
 
 
 @pytest.fixture(scope="module")
