@@ -12,7 +12,6 @@ from collections.abc import Collection
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -52,13 +51,8 @@ def parse_count(value: object) -> object:
     return round(number)
 
 
-def parse_bytes(value: object) -> object:
-    """Bytes of 40GB, 512MiB or 1000000; pydantic checks values that are not strings."""
-    return bytes_of(value) if isinstance(value, str) else value
-
-
 def bytes_of(text: str) -> int:
-    """Bytes of a size written as for `parse_bytes`; raises ValueError."""
+    """Bytes of 40GB, 512MiB or 1000000; raises ValueError."""
     match = _BYTES.match(text)
     if match is None:
         raise ValueError(f"expected a size like 40GB or 512MiB, found '{text}'")
@@ -111,15 +105,9 @@ def split(value: object) -> object:
     return [item.strip() for item in value.split(",")] if isinstance(value, str) else value
 
 
-def ordered(values: tuple[_Value, ...]) -> tuple[_Value, ...]:
-    """The distinct values, ascending."""
-    return tuple(sorted(set(values)))
-
-
 Count = Annotated[int, BeforeValidator(parse_count), Field(gt=0, le=MOST)]
 ProcessesOrAuto = Annotated[int, Field(gt=0, le=_MAX_PROCESSES)] | Literal["auto"]
 BatchSize = Annotated[int, Field(gt=0, le=2**20)]
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0, le=2**60)]
 Number = Annotated[float, BeforeValidator(parse_number)]
 # Up to a year: torch ignores a timeout of centuries, since its nanoseconds overflow.
 Minutes = Annotated[Number, Field(gt=0, le=365 * 24 * 60)]
@@ -127,17 +115,6 @@ Flag = Annotated[bool, BeforeValidator(parse_flag)]
 PathText = Annotated[str, Field(min_length=1)]
 Line = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\n\r]*$")]
 Ratio = Annotated[Number, Field(ge=0, le=1)]
-
-# Lists, in a recipe or as a command's option.
-Counts = Annotated[
-    tuple[Count, ...], Field(min_length=1), BeforeValidator(split), AfterValidator(ordered)
-]
-Ratios = Annotated[
-    tuple[Ratio, ...],
-    Field(min_length=1),
-    BeforeValidator(split),
-    AfterValidator(ordered),
-]
 
 
 class Section(BaseModel):

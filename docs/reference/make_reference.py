@@ -30,7 +30,6 @@ from pipeline.recipe.faults import nested_section  # noqa: E402
 from pipeline.recipe.stage_list import STAGES  # noqa: E402
 from stages.fields import (  # noqa: E402
     Section,
-    parse_bytes,
     parse_count,
     parse_flag,
     parse_number,
@@ -62,7 +61,6 @@ dotted path, as in `search.swa_ratio=0.5` or `prepare.sources.0.weight=2`.
 # Texts that stand for other values, as patterns: editors run no code.
 _WRITTEN = {
     parse_count: r"^\s*[0-9][0-9_,]*(\.[0-9]+)?\s*[kKmMbB]?\s*$",
-    parse_bytes: r"^\s*[0-9]+(\.[0-9]+)?\s*[kmgtKMGT]?i?[bB]?\s*$",
     parse_number: r"^[-+]?[0-9.]+([eE][-+]?[0-9]+)?$",
     parse_flag: r"^(yes|on|true|no|off|false)$",
 }
@@ -232,8 +230,8 @@ def _kind(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         ]
         return _kind(arguments[0], [item for items in inner for item in items])
     parsers = {getattr(item, "func", None) for item in metadata}
-    if parsers & {parse_count, parse_bytes}:
-        return "count" if parse_count in parsers else "size"
+    if parse_count in parsers:
+        return "count"
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in arguments)
     if origin is list:

@@ -7,7 +7,6 @@ import hashlib
 import importlib
 import os
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -25,14 +24,19 @@ COMMAND = Command("measure speed and memory of a model beside its hybrids", json
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL_DIR", help="an original or a hybrid model")
     parser.add_argument(
-        "--original",
-        metavar="DIR",
-        help="original of a hybrid MODEL_DIR (default: its own weights with every head full)",
-    )
-    parser.add_argument(
         "--output", metavar="DIR", help="default: runs/measure/<name>-<hash of its path>"
     )
-    _add_settings(parser)
+    texts = {
+        name: text[0].lower() + text[1:].rstrip(".")
+        for name, text in MeasureSettings.descriptions().items()
+    }
+    for name, field in MeasureSettings.model_fields.items():
+        if field.annotation is bool:
+            parser.add_argument(_option(name), action="store_true", default=None, help=texts[name])
+        else:
+            values = field.default if isinstance(field.default, list) else [field.default]
+            default = f"default: {','.join(map(str, values))}"
+            parser.add_argument(_option(name), metavar="…", help=f"{texts[name]} ({default})")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -43,11 +47,11 @@ def run(arguments: argparse.Namespace) -> int:
     # Imported here, since it loads torch.
     measurement = importlib.import_module("stages.measure.measurement")
     with text_to_stderr(arguments.json):
-        report = measurement.measure(arguments.model, arguments.original, settings, Path(output))
+        report = measurement.measure(arguments.model, settings, Path(output))
     if arguments.json:
         print_json(report)
         return 0
-    print(f"the figures are in {output}/efficiency.json, its page and plots beside it")
+    print(f"the figures are in {output}/efficiency.json, its picture beside it")
     return 0
 
 
@@ -56,18 +60,6 @@ def default_output(model: str) -> Path:
     folder = Path(os.path.realpath(model))
     digest = hashlib.sha256(str(folder).encode()).hexdigest()[:8]
     return Path("runs", "measure", f"{folder.name}-{digest}")
-
-
-def _add_settings(parser: argparse.ArgumentParser) -> None:
-    """Add an option for each setting, with its description as help; a bool is a flag."""
-    descriptions = MeasureSettings.descriptions()
-    for name, field in MeasureSettings.model_fields.items():
-        text = descriptions[name].replace("%", "%%")
-        if field.annotation is bool:
-            parser.add_argument(_option(name), action="store_true", default=None, help=text)
-            continue
-        default = f" (default: {_as_text(field.default)})" if field.default is not None else ""
-        parser.add_argument(_option(name), metavar="…", help=text + default)
 
 
 def _settings(arguments: argparse.Namespace) -> MeasureSettings:
@@ -87,8 +79,3 @@ def _settings(arguments: argparse.Namespace) -> MeasureSettings:
 
 def _option(field: str) -> str:
     return "--" + field.replace("_", "-")
-
-
-def _as_text(default: Any) -> str:
-    values = default if isinstance(default, tuple) else (default,)
-    return ",".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)

@@ -8,7 +8,6 @@ Shapes: B batch, T tokens of the prompt.
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -19,18 +18,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 from transformers.utils import logging as transformers_logging
 
-from bosch.backends import BACKENDS
 from bosch.errors import RunError, UserError, is_out_of_memory
 from bosch.hardware import cpu_cores
-from bosch.hybrid import CACHE_NAME, NAME
+from bosch.hybrid import CACHE_NAME, HybridCache
+from bosch.masks import HeadMask
 from bosch.model.cache import held_bytes, state_bytes, used_bytes
 from bosch.model.cache_size import CacheSize
-from bosch.model.families import attention_needs, decoder_layers, text_config
+from bosch.model.families import decoder_layers, text_config
 from bosch.this_process import die_with_parent
-from stages.measure.measured_model import MeasuredModel, Variant, build_model, chosen_device
+from stages.measure.measured_model import MeasuredModel, build_model, label
 from stages.measure.stage import MeasureSettings
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -38,46 +36,33 @@ _RESET_HIGH_WATER = "5"
 
 
 def measure_run(request: dict[str, Any]) -> dict[str, Any]:
-    """Figures of one run; errors of the run pass."""
-    settings = MeasureSettings.model_validate(request["settings"], strict=False)
-    variant = Variant.model_validate(request["variant"], strict=False)
-    length = int(request["length"])
-    device = chosen_device(settings)
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
-    if settings.memory_limit is not None:
-        limit_memory(device, settings.memory_limit)
-    meter = memory_meter(device)
-    measured = build_model(request["model"], request["original"], variant, settings)
-    generator = torch.Generator().manual_seed(settings.seed)
-    vocabulary, rows = text_config(measured.model.config).vocab_size, settings.batch_size
+    """Figures of one run; errors of the run pass.
+
+    Raises RunError if the KV cache holds other bytes than the formula says.
+    """
+    settings = MeasureSettings.model_validate(request["settings"])
+    mask, length, rows = HeadMask(**request["mask"]), int(request["length"]), settings.batch_size
+    measured = build_model(request["model"], mask, settings)
+    config, device = measured.model.config, measured.model.device
+    meter, generator = memory_meter(device), torch.Generator().manual_seed(0)
+    vocabulary = text_config(config).vocab_size
     ids = torch.randint(vocabulary, (rows, length), generator=generator).to(device)  # [B, T]
     with torch.inference_mode():
-        kernels = attention_kernels(lambda: _warm_up(measured, ids, settings.chunk), device)
-        needs = attention_needs(measured.model.config).keys() & {"softcap", "head_logits"}
-        own_logits = measured.implementation == NAME and bool(needs)
-        check_kernels(measured.backend, kernels, own_logits)
+        _warm_up(measured, ids, settings.chunk)
         figures = _figures(measured, ids, settings, meter)
-    layers = decoder_layers(measured.model.config)
-    size = CacheSize.of(
-        variant.mask.layers, layers,
-        getattr(torch, settings.dtype).itemsize, state_bytes(measured.model),
-    )  # fmt: skip
-    expected = rows * size.dynamic(length)
-    if figures["kv_cache_bytes"] != expected:
+    itemsize, states = getattr(torch, settings.dtype).itemsize, state_bytes(measured.model)
+    size = CacheSize.of(mask.layers, decoder_layers(config), itemsize, states)
+    if figures["kv_cache_bytes"] != (expected := rows * size.dynamic(length)):
         raise RunError(
-            f"the KV cache of {variant.name} holds {figures['kv_cache_bytes']:,} bytes after "
+            f"the KV cache of {label(mask)} holds {figures['kv_cache_bytes']:,} bytes after "
             f"{length:,} tokens, the formula says {expected:,}"
         )
-    parameters = sum(p.numel() for p in measured.model.parameters())
-    weights = sum(p.nbytes for p in measured.model.parameters())
+    parameters = list(measured.model.parameters())
     return {
         **figures,
-        "attention": {
-            "implementation": measured.implementation, "backend": measured.backend,
-            "cache": type(measured.new_cache()).__name__, "kernels": kernels,
-        },
-        "model": {"parameters": parameters, "weights_bytes": weights, "head_dim": layers.head_dim},
+        "attention": measured.attention,
+        "model": {"parameters": sum(p.numel() for p in parameters),
+                  "weights_bytes": sum(p.nbytes for p in parameters)},
         "hardware": _hardware(device),
     }  # fmt: skip
 
@@ -99,17 +84,15 @@ def _warm_up(measured: MeasuredModel, ids: Tensor, chunk: int) -> None:
 def _figures(
     measured: MeasuredModel, ids: Tensor, settings: MeasureSettings, meter: MemoryMeter
 ) -> dict[str, Any]:
-    cache, start_bytes = measured.new_cache(), meter.in_use()
-    clock = time.process_time if settings.clock == "processor" else time.perf_counter
-    peaks: list[int] = []
+    cache, peaks = measured.new_cache(), list[int]()
 
     def timed_pass(ids: Tensor) -> tuple[Tensor, float]:
         meter.restart()
         _wait(ids.device)
-        started = clock()
+        started = time.perf_counter()
         token = _pass(measured, ids, cache)
         _wait(ids.device)
-        seconds = clock() - started
+        seconds = time.perf_counter() - started
         peaks.append(meter.peak())
         return token, seconds
 
@@ -117,17 +100,15 @@ def _figures(
     for start in range(0, ids.shape[1], settings.chunk):
         token, seconds = timed_pass(ids[:, start : start + settings.chunk])
         prefill_seconds.append(seconds)
-    cache_bytes = held_bytes(cache) if measured.implementation == NAME else used_bytes(cache)
+    cache_bytes = held_bytes(cache) if isinstance(cache, HybridCache) else used_bytes(cache)
     for _ in range(settings.decode_tokens):
         token, seconds = timed_pass(token)
         token_seconds.append(seconds)
     return {
         "prefill_seconds": sum(prefill_seconds),
         "token_seconds": token_seconds,
-        "memory_start_bytes": start_bytes,
         "memory_peak_bytes": max(peaks),
         "memory_p90_bytes": float(np.percentile(peaks, 90)),
-        "memory_source": meter.source,
         "kv_cache_bytes": cache_bytes,
     }
 
@@ -162,34 +143,26 @@ def main() -> None:
     request_file, result_file = sys.argv[1:]
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    request = json.loads(Path(request_file).read_text())
     try:
-        result = {"status": "measured", **measure_run(request)}
+        result = measure_run(json.loads(Path(request_file).read_text()))
     except UserError as fault:
-        result = {"status": "user_error", "reason": str(fault)}
+        result = {"user_error": str(fault)}
     except RunError as failure:
-        result = {"status": "run_error", "reason": str(failure)}
+        result = {"run_error": str(failure)}
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        result = {"status": "out_of_memory", "reason": reason[:200]}
+        result = {"out_of_memory": reason[:200]}
     Path(result_file).write_text(json.dumps(result))
 
 
 class MemoryMeter(NamedTuple):
     """Functions that read memory: bytes `in_use` now, and their `peak` since `restart`."""
 
-    source: str
     restart: Callable[[], Any]
     peak: Callable[[], int]
     in_use: Callable[[], int]
-
-
-_CUDA = MemoryMeter(
-    "allocated by torch on the GPU", torch.cuda.reset_peak_memory_stats,
-    torch.cuda.max_memory_allocated, torch.cuda.memory_allocated,
-)  # fmt: skip
 
 
 def _status_bytes(name: str) -> int:
@@ -197,70 +170,26 @@ def _status_bytes(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-_RESIDENT = MemoryMeter(
-    "resident set of the process", lambda: _CLEAR.write_text(_RESET_HIGH_WATER),
-    partial(_status_bytes, "VmHWM"), partial(_status_bytes, "VmRSS"),
-)  # fmt: skip
-
-
 def memory_meter(device: torch.device) -> MemoryMeter:
-    """The meter of a device; raises UserError on systems without a meter for the CPU."""
+    """What torch allocated on a GPU; on the CPU of Linux the resident set of the process.
+
+    Raises UserError on other systems.
+    """
+    cuda = torch.cuda
     if device.type == "cuda":
-        return _CUDA
+        return MemoryMeter(
+            cuda.reset_peak_memory_stats, cuda.max_memory_allocated, cuda.memory_allocated
+        )
+    resident = MemoryMeter(
+        lambda: _CLEAR.write_text(_RESET_HIGH_WATER),
+        partial(_status_bytes, "VmHWM"), partial(_status_bytes, "VmRSS"),
+    )  # fmt: skip
     try:
-        _RESIDENT.restart()
-        _RESIDENT.peak()
+        resident.restart()
+        resident.peak()
     except (OSError, StopIteration):
         raise UserError(
-            f"--device cpu: memory is read from {_STATUS} and {_CLEAR}, which this system does not "
-            "have; measure on Linux or on a GPU"
+            f"memory is read from {_STATUS} and {_CLEAR}, which this system does not have; measure "
+            "on Linux or on a GPU"
         ) from None
-    return _RESIDENT
-
-
-def limit_memory(device: torch.device, limit: int) -> None:
-    """Limit this process to `limit` bytes of GPU memory or, on the CPU, of private memory."""
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
-    else:
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
-
-_ATTENTION_WORDS = ("attention", "attn", "flash", "fmha", "softmax")
-_NAME_LENGTH = 100
-
-# For each attention implementation, a substring of the name of an operation that it always runs.
-_OPERATIONS = {
-    **{name: impl.kernel for key, impl in BACKENDS.items() for name in (key, *impl.aliases)},
-    # Of transformers, for the original model only.
-    **dict.fromkeys(("flash_attention_2", "flash_attention_3"), "flash_attn"),
-}
-
-
-def attention_kernels(work: Callable[[], None], device: torch.device) -> list[str]:
-    """Names of the attention operations and kernels that `work` runs."""
-    activities = [ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as profiler:
-        work()
-    names = {event.key[:_NAME_LENGTH] for event in profiler.key_averages()}
-    return sorted(name for name in names if any(word in name.lower() for word in _ATTENTION_WORDS))
-
-
-def check_kernels(backend: str, kernels: list[str], own_logits: bool) -> None:
-    """Raise RunError unless `kernels` are those of the attention `backend`.
-
-    sdpa's fused kernels do not support logits that a family caps or adds to (`own_logits`).
-    """
-    fused = any(_OPERATIONS["sdpa"] in name for name in kernels)
-    expected = {_OPERATIONS[backend]}
-    if own_logits and backend == "sdpa":
-        expected.add(_OPERATIONS["eager"])
-    ran = any(operation in name for name in kernels for operation in expected)
-    if not ran or (backend == "eager" and fused):
-        raise RunError(
-            f"attention '{backend}' was requested, but what ran was "
-            f"{', '.join(kernels) or 'another'}"
-        )
+    return resident

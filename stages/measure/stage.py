@@ -5,72 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from stages.faults import Fault
-from stages.fields import Bytes, Count, Counts, Ratios, Section, rising
+from stages.fields import Count, Ratio, Section, rising, split
 from stages.published import Record, Summary
 from stages.search.stage import backend_faults
 from stages.stage import LoadedRecipe, Stage, position_faults
 
-DEFAULT_RATIOS, DEFAULT_WINDOW = (0.25, 0.5, 0.75, 0.875), 1024
-
-
-class MeasureSettings(Section):
-    """How models are measured; every field is an option of the command."""
-
-    lengths: Counts = (4096, 8192, 16384, 32768)
-    """tokens of the prompts"""
-    ratios: Ratios | None = Field(
-        None,
-        description=f"shares of sliding KV heads (default: {','.join(map(str, DEFAULT_RATIOS))})",
-    )
-    windows: Counts | None = Field(
-        None,
-        description=(
-            f"windows of the sliding heads (default: {DEFAULT_WINDOW}, or a hybrid model's own)"
-        ),
-    )
-    sinks: int = Field(0, ge=0)
-    """sink tokens of the sliding heads; a hybrid model keeps its own"""
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """float32, bfloat16 or float16"""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto (a GPU where there is one), cpu or cuda"""
-    threads: Count | None = None
-    """threads of a CPU process (default: torch's own choice)"""
-    clock: Literal["wall", "processor"] = "wall"
-    """wall, or processor: CPU time summed over threads, for a machine with other work"""
-    chunk: Count = 8192
-    """prompt tokens in one forward pass"""
-    decode_tokens: Count = 64
-    """tokens decoded after the prompt"""
-    batch_size: Count = 1
-    """sequences measured together"""
-    repeats: Count = 3
-    """runs of each point; the median is reported"""
-    attention: str = "auto"
-    """backend of the hybrid attention"""
-    original_attention: Literal[
-        "auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "hybrid"
-    ] = "auto"
-    """attention of the original: a name of transformers such as sdpa or flash_attention_2, or
-    hybrid for the hybrid attention with every head full; auto: sdpa, or hybrid for a family without
-    it"""
-    memory_limit: Bytes | None = None
-    """most memory of a run, like 40GB or 512MiB"""
-    random_weights: bool = False
-    """use random weights, with config.json only"""
-    seed: int = Field(0, ge=0, lt=2**31)
-    """seed of the prompts and of random weights"""
+# Lists, in a recipe or as a command's option.
+Counts = Annotated[list[Count], BeforeValidator(split), AfterValidator(rising)]
+Ratios = Annotated[list[Ratio], BeforeValidator(split), AfterValidator(rising)]
 
 
 class MeasureConfig(Section):
     """Speed and memory of the hybrid beside the original; `bosch measure` has more options."""
 
-    lengths: Annotated[list[Count], AfterValidator(rising)] = Field(
-        default=[4096, 32768], min_length=1
-    )
+    lengths: Counts = Field(default=[4096, 32768], min_length=1)
     """Tokens of the prompts."""
     decode_tokens: Count = 64
     """Tokens decoded after each prompt."""
@@ -78,6 +29,25 @@ class MeasureConfig(Section):
     """Sequences measured together."""
     repeats: Count = 3
     """Runs of each point; the median is reported."""
+
+
+class MeasureSettings(MeasureConfig):
+    """How models are measured; every field is an option of the command."""
+
+    ratios: Ratios = Field(default=[0.25, 0.5, 0.75, 0.875], min_length=1)
+    """Shares of sliding KV heads; a hybrid model keeps its own head mask."""
+    windows: Counts = Field(default=[1024], min_length=1)
+    """Windows of the sliding heads."""
+    sinks: int = Field(0, ge=0)
+    """Sink tokens of the sliding heads."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """float32, bfloat16 or float16."""
+    chunk: Count = 8192
+    """Prompt tokens in one forward pass."""
+    attention: str = "auto"
+    """Backend of the hybrid attention."""
+    random_weights: bool = False
+    """Use random weights, with config.json only."""
 
 
 class OverOriginal(Record):
@@ -131,7 +101,7 @@ def _faults(loaded: LoadedRecipe) -> Iterator[Fault]:
 
 STAGE = Stage(
     "measure",
-    "stages.measure.run:run",
+    "stages.measure.measurement:run",
     MeasureConfig,
     field=Field(None, description="Measured speed and memory; left out, nothing is measured."),
     needs=("materialize",),

@@ -189,16 +189,6 @@ def save(chart: alt.TopLevelMixin, path: Path, description: str = "") -> None:
             temporary.write_text(start + end + title + content, encoding="utf-8")
 
 
-def save_panels(pictures: Sequence[Picture], *paths: Path, columns: int = 2) -> None:
-    """Write pictures as one image, a grid of `columns` columns with one legend."""
-    panels = [picture.chart.properties(width=320, title=picture.heading) for picture in pictures]
-    chart = alt.concat(*panels, columns=columns).resolve_scale(
-        color="shared", shape="shared", strokeDash="shared"
-    )
-    for path in paths:
-        save(chart, path, "; ".join(picture.description for picture in pictures))
-
-
 def _escaped(text: str) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;")
 

@@ -50,7 +50,7 @@ _ShareAt = Annotated[
     str, _amount_at(fields.parse_number, 1, "a share of at most 1 and its context, like 0.25 @ 32k")
 ]
 _SizeAt = Annotated[
-    str, _amount_at(fields.parse_bytes, 2**60, "a size and its context, like 2GiB @ 32k")
+    str, _amount_at(fields.bytes_of, 2**60, "a size and its context, like 2GiB @ 32k")
 ]
 
 

@@ -191,13 +191,13 @@ def test_measure_prints_its_report_as_json_or_its_place(
         return {"points": [1]}
 
     monkeypatch.setattr("stages.measure.measurement.measure", measure)
-    assert main(["measure", "a/model", "--original", "b", "--json"]) == 0
+    assert main(["measure", "a/model", "--ratios", "0.5,1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"points": [1]}
     assert main(["measure", "c/model", "--output", "out"]) == 0
-    assert capsys.readouterr().out.endswith("the figures are in out/efficiency.json, its page and "
-                                            "plots beside it\n")  # fmt: skip
-    (model, original, _, folder), (*others, output) = asked
-    assert (model, original, others[:2]) == ("a/model", "b", ["c/model", None])
+    assert capsys.readouterr().out.endswith("the figures are in out/efficiency.json, its picture "
+                                            "beside it\n")  # fmt: skip
+    (model, settings, folder), (other, _, output) = asked
+    assert (model, settings.ratios, other) == ("a/model", [0.5, 1.0], "c/model")
     assert folder.parent == Path("runs/measure") and folder.name.startswith("model-")
     assert folder == default_output("b/../a/model") != default_output("b/model")
     assert output == Path("out")
