@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-_CHECKOUT = Path(__file__).resolve().parents[1]
+CHECKOUT = Path(__file__).resolve().parents[1]
 
 # From this share of a unit on, three significant digits round up to one unit.
 _ROUNDED_UP = 0.9995
@@ -15,11 +15,6 @@ _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 def format_score(value: float | None) -> str:
     """A score in points of 100 with one decimal; an en dash for None."""
     return "–" if value is None or math.isnan(value) else f"{value:.1f}"
-
-
-def with_interval(score: float | None, low: float | None, high: float | None) -> str:
-    """A score with the ends of its interval: `80.0 (79.0–81.0)`."""
-    return f"{format_score(score)} ({format_score(low)}–{format_score(high)})"
 
 
 def signed(value: float, digits: int) -> str:
@@ -39,16 +34,6 @@ def format_share(value: float) -> str:
     """A share as a percentage, without a decimal if it is whole."""
     percent = round(100 * value, 9)  # 100 * 0.29 is 28.999999999999996
     return f"{percent:.{1 if percent % 1 else 0}f} %"
-
-
-def format_path(text: str) -> str:
-    """A path below the checkout relative to it, as in recipes; any other text unchanged."""
-    return str(Path(text).relative_to(_CHECKOUT)) if text.startswith(f"{_CHECKOUT}/") else text
-
-
-def format_money(value: float, currency: str) -> str:
-    """An amount with two decimals: `1,234.50 USD`."""
-    return f"{value:,.2f} {currency}"
 
 
 def format_bytes(value: float) -> str:

@@ -91,7 +91,7 @@ def row(seed: int, results: Results) -> str:
     cells = [f"{one.label} {_needle(results, one).average:.1f}" for one in results.models]
     losses = (worst_loss(results, one) for one in (Model(HYBRID), final_model(results)))
     cells.append("{:+.3f} → {:+.3f} nats".format(*losses))
-    seconds = sum(results.stage_seconds.values())
+    seconds = sum(manifest.seconds for manifest in results.manifests.values())
     return f"| {seed} | {' | '.join(cells)} | {seconds:.0f} s |"
 
 

@@ -35,13 +35,12 @@ _LINES = {
 
 
 class Outline(HTMLParser):
-    """Checks that tags balance, and collects lines of text, tags and scores."""
+    """Checks that tags balance, and collects lines of text and tags."""
 
     def __init__(self) -> None:
         super().__init__()
         self.open: list[tuple[str, dict[str, str | None]]] = []
         self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.score_cells: dict[str, str] = {}
         self._lines: list[str] = []
 
     @property
@@ -70,15 +69,6 @@ class Outline(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         names = [name for name, _ in self.open]
-        if "td" in names:
-            link = next((a["href"] for name, a in reversed(self.open) if name == "a"), None)
-            cell = self.open[names.index("td")][1]
-            if link is not None:
-                cell["target"] = link
-            if cell.get("target"):
-                self.score_cells[str(cell["target"])] = (
-                    self.score_cells.get(str(cell["target"]), "") + data.strip()
-                )
         if not _HIDDEN & set(names) and not self._is_closed and data.strip() and self._lines:
             self._lines[-1] += (" " if names[-1] == "small" else "") + " ".join(data.split())
 

@@ -1,4 +1,4 @@
-"""95 % intervals of scores, losses and their differences, and the samples that decide.
+"""95 % intervals of scores, losses and their differences.
 
 A score lies in [0, 1]. A benchmark's score is the mean over its subtasks, each a task at a length,
 of the mean over the subtask's samples. For few samples the intervals of scores are exact or wider;
@@ -28,7 +28,6 @@ _SKEWED = ((30, 0.0025), (60, 0.005), (200, 0.01))
 _LARGE = 100
 _FLIPS = 4000
 _CHUNK = 500
-_MOST_TIMES = 1e4
 
 
 class Interval(NamedTuple):
@@ -99,42 +98,12 @@ def compare(
         raise ValueError("the models have different samples")
     if not a or not all(len(part) and np.isfinite(part).all() for part in (*a, *b)):
         raise ValueError("a subtask has no samples, or scores that are not finite")
-    counts = [len(subtask) for subtask in a]
     differences = [x - y for x, y in zip(a, b, strict=True)]
-    difference = _mean_difference(differences, counts)
+    difference = _mean_difference(differences)
     p_value = _sign_flips(differences, seed)
     if p_value >= LEVEL:
         difference = _including(difference, 0.0)
     return Comparison(difference, p_value)
-
-
-def deciding_samples(
-    first: Sequence[Sequence[float]], second: Sequence[Sequence[float]], margin: float
-) -> int | None:
-    """The number of samples with which `compare` would put its interval on one side of -`margin`.
-
-    Assumes that the shares of gains and losses stay as they are. None if it takes more than ten
-    thousand times the samples: the difference is -`margin` itself, or nearly.
-    """
-    counts = [len(subtask) for subtask in first]
-    differences = [
-        np.asarray(x, np.float64) - np.asarray(y, np.float64)
-        for x, y in zip(first, second, strict=True)
-    ]
-
-    def decides(factor: float) -> bool:
-        _, low, high = _mean_difference(differences, [factor * count for count in counts])
-        return low >= -margin or high < -margin
-
-    low, high = 0.0, 1.0
-    while not decides(high):
-        low, high = high, 2 * high
-        if high > _MOST_TIMES:
-            return None
-    while high - low > 0.01 * high:
-        middle = (low + high) / 2
-        low, high = (low, middle) if decides(middle) else (middle, high)
-    return math.ceil(high * sum(map(len, first)))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -173,7 +142,8 @@ def _mover(parts: Sequence[Interval], lowest: float) -> Interval:
     return Interval(mean, max(lowest, mean - below), min(1.0, mean + above))
 
 
-def _mean_difference(subtasks: Sequence[Values], counts: Sequence[float]) -> Interval:
+def _mean_difference(subtasks: Sequence[Values]) -> Interval:
+    counts = [len(subtask) for subtask in subtasks]
     gains = [float(np.maximum(subtask, 0.0).mean()) for subtask in subtasks]
     losses = [float(np.maximum(-subtask, 0.0).mean()) for subtask in subtasks]
     if _is_pooled(counts):

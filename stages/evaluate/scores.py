@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -175,9 +175,3 @@ def read_samples(folder: Path) -> Iterator[dict[str, Any]]:
     """The answers below a stage's folder: checkpoint, suite, task, length, index, score, output."""
     with (folder / SAMPLES).open(encoding="utf-8") as file:
         yield from map(json.loads, file)
-
-
-def write_samples(folder: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Write answers where `read_samples` reads them."""
-    with (folder / SAMPLES).open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)

@@ -5,6 +5,7 @@ Colours are variables of the pages' style sheet, so a chart fits light and dark 
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -175,6 +176,12 @@ def curves(
     return layers(*parts, height=height)
 
 
+def ends(rows: Sequence[Row], form: str) -> str:
+    """The last value of each series, for a description."""
+    last = {row["series"]: row["y"] for row in rows}
+    return ", ".join(f"{series} {form.format(value)}" for series, value in last.items())
+
+
 def save(chart: alt.TopLevelMixin, path: Path, description: str = "") -> None:
     """Write a PNG or SVG (by the suffix) in the light colours, replacing an older file."""
     declaration = json.dumps(_declaration(chart) | {"background": "#ffffff"})
@@ -185,12 +192,8 @@ def save(chart: alt.TopLevelMixin, path: Path, description: str = "") -> None:
         else:
             svg = vl_convert.vegalite_to_svg(plain)
             start, end, content = svg.partition(">")
-            title = f"<title>{_escaped(description)}</title>" if description else ""
+            title = f"<title>{html.escape(description)}</title>" if description else ""
             temporary.write_text(start + end + title + content, encoding="utf-8")
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;")
 
 
 def _declaration(chart: Any) -> dict[str, Any]:

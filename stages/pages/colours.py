@@ -9,6 +9,5 @@ COLOURS = {
     "untrained": ("#c9530a", "#f08a4b"), "third": ("#3f8f5f", "#67c28b"),
     "fourth": ("#8a6bb1", "#b59ad6"), "fifth": ("#d99a2b", "#e6b450"),
     "sixth": ("#b8436d", "#ec86ab"), "seventh": ("#4a9aa8", "#7cc8d4"),
-    "tint": ("0, 114, 178", "86, 180, 233"),
     "note": ("#fff6e2", "#2b2616"), "note-rule": ("#e0a92e", "#b98a2a"),
 }  # fmt: skip

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
-from typing import Self
+from typing import Any, Self
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table as TerminalTable
 from rich.text import Text
 
@@ -20,13 +19,11 @@ class Cell(str):
     """The text of a cell, and formatting that only some outputs use.
 
     `target`: the link of the text on a page. `more`: small texts below it, elsewhere beside it.
-    `share`: strength of the tint, 0 to 1; None: no tint.
     """
 
     text: InitVar[str]
     target: str = ""
     more: Sequence[str] = ()
-    share: float | None = None
 
     def __new__(cls, text: str, *_: object, **__: object) -> Self:
         return super().__new__(cls, text)
@@ -44,14 +41,13 @@ class Group:
 class Table:
     """A table with its title; cells are texts, or `Cell`s.
 
-    On the terminal, columns after the first `text_columns` hold numbers and are right-aligned;
-    None: all hold texts.
+    On the terminal, columns after the first `text_columns` are right-aligned, as for numbers.
     """
 
     title: str
     header: Sequence[str]
     groups: Sequence[Group]
-    text_columns: int | None = None
+    text_columns: int = 0
 
     @property
     def records(self) -> list[dict[str, str]]:
@@ -68,28 +64,21 @@ class Table:
     def print(self) -> None:
         """Print the table on the terminal, with a line between groups."""
         table = TerminalTable(
-            box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0),
-        )  # fmt: skip
+            box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)
+        )
         for number, name in enumerate(self.header):
-            table.add_column(
-                Text(name), justify="right" if self._is_number(number) else "left", no_wrap=True
-            )
+            side: Any = "left" if number < self.text_columns else "right"
+            table.add_column(Text(name), justify=side, no_wrap=True)
         for group in self.groups:
             table.add_section()
             for row in group.rows:
                 table.add_row(*(Text(" ".join([cell, *as_cell(cell).more])) for cell in row))
         console = Console()
-        if not console.is_terminal:
-            # Cut off nothing in a log; rich assumes 80 characters for a file.
-            unbounded = console.options.update(max_width=_WIDEST)
-            width = Measurement.get(console, unbounded, table).maximum
-            console = Console(width=max(width, console.width))
+        if not console.is_terminal:  # cut off nothing in a log
+            console = Console(width=_WIDEST)
         if self.title:  # separately: rich wraps a table's title at the table's width
             console.print(Text(self.title, style="table.title"))
         console.print(table)
-
-    def _is_number(self, column: int) -> bool:
-        return self.text_columns is not None and column >= self.text_columns
 
 
 def as_cell(text: str) -> Cell:

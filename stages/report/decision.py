@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from bosch.analysis.intervals import LEVEL, deciding_samples, holm
+from bosch.analysis.intervals import LEVEL, holm
 from stages.evaluate.scores import HYBRID, ORIGINAL, BinLoss, PairedComparison
 from stages.evaluate.tables import against
 from stages.formats import (
     format_bytes,
     format_length,
-    format_money,
     format_seconds,
     format_share,
     interval,
@@ -19,43 +18,32 @@ from stages.formats import (
 )
 from stages.materialize.stage import MODEL
 from stages.report.results import Model, Results
-from stages.report.stage import ReportConfig
 from stages.train.stage import CHECKPOINTS
 
 # From the best to the worst.
 Verdict = Literal["ship", "a small loss", "not decided", "do not ship"]
-_VERDICTS: tuple[Verdict, ...] = ("ship", "a small loss", "not decided", "do not ship")
+_VERDICTS: dict[Verdict, str] = {
+    "ship": "Ship the {}, within the margin of {:g} points.",
+    "a small loss": "A significant loss within the margin of {1:g} points, the {0}.",
+    "not decided": "Not decided, the {}; the margin is {:g} points, more samples may decide.",
+    "do not ship": "Do not ship the {}, beyond the margin of {:g} points.",
+}
 
 
 class Decision(NamedTuple):
-    """The verdict on a hybrid, compared with the original over `tasks` tasks and lengths.
-
-    `needed`: the samples that would decide if the shares stay the same; None if more than ten
-    thousand times as many. `folder` holds the model, in the run's folder.
-    """
+    """The verdict on a hybrid, compared with the original over `tasks` tasks and lengths."""
 
     verdict: Verdict
     model: Model
     tasks: int
     against: PairedComparison
-    needed: int | None
 
     @property
     def folder(self) -> str:
+        """The model's place in the run's folder."""
         if self.model.name == HYBRID:
             return f"materialize/{MODEL}"
         return f"train/{CHECKPOINTS}/{self.model.name}"
-
-
-def _pairs(
-    results: Results, model: Model, other: Model
-) -> tuple[list[list[float]], list[list[float]]]:
-    """Scores of both models in each task and length of which they have all samples in common."""
-    scores, base = results.samples(model), results.samples(other)
-    common = [place for place in scores if scores[place].keys() == base.get(place, {}).keys()]
-    return [[*scores[place].values()] for place in common], [
-        [base[place][sample] for sample in scores[place]] for place in common
-    ]
 
 
 def overall(
@@ -63,14 +51,16 @@ def overall(
 ) -> tuple[int, PairedComparison] | None:
     """Number of tasks and lengths of all suites, and the model compared with another model.
 
-    The other is by default its original. Every task at every length weighs the same. None if they
-    have no samples in common.
+    The other is by default its original. Every task at every length of which they have all samples
+    in common weighs the same; None if there is none.
     """
-    pairs = _pairs(results, model, other or Model(ORIGINAL, model.branch))
-    if not pairs[0]:
+    scores = results.samples(model)
+    base = results.samples(other or Model(ORIGINAL, model.branch))
+    common = [place for place in scores if scores[place].keys() == base.get(place, {}).keys()]
+    if not common:
         return None
-    table = against(list(zip(*pairs, strict=True)))
-    return len(pairs[0]), PairedComparison.model_validate(table)
+    pairs = [([*scores[at].values()], [base[at][sample] for sample in scores[at]]) for at in common]
+    return len(common), PairedComparison.model_validate(against(pairs))
 
 
 def decide(results: Results, margin: float) -> Decision | None:
@@ -83,25 +73,21 @@ def decide(results: Results, margin: float) -> Decision | None:
     least training. Models that lack tasks or samples of others are left out.
     """
     original = results.samples(Model(ORIGINAL))
-    models = [model for model in results.models if model.is_hybrid and not model.branch]
-    counts = {model: sum(map(len, results.samples(model).values())) for model in models}
     if not any(any(scores.values()) for scores in original.values()):
         return None
-    decisions = []
-    for model in models:
-        found = overall(results, model)
-        if found is not None and counts[model] == max(counts.values()):
-            verdict = verdict_of(found[1], margin)
-            needed = None
-            if verdict == "not decided":
-                pairs = _pairs(results, model, Model(ORIGINAL))
-                needed = deciding_samples(*pairs, margin / 100)
-            decisions.append(Decision(verdict, model, *found, needed))
+    models = [model for model in results.models if model.is_hybrid and not model.branch]
+    counts = {model: sum(map(len, results.samples(model).values())) for model in models}
+    whole = [model for model in models if counts[model] == max(counts.values())]
+    decisions = [
+        Decision(verdict_of(found[1], margin), model, *found)
+        for model in whole
+        if (found := overall(results, model)) is not None
+    ]
 
     def quality(decision: Decision) -> tuple[int, float, float, int]:
         last = last_loss(results, decision.model)
         points = round(decision.against.difference, 9)
-        rank = -_VERDICTS.index(decision.verdict)
+        rank = -list(_VERDICTS).index(decision.verdict)
         return rank, points, -last.mean if last else 0.0, -decision.model.tokens
 
     return max(decisions, key=quality, default=None)
@@ -125,45 +111,29 @@ def points(compared: PairedComparison) -> str:
     return f"{signed(compared.difference, 1)} {ends}"
 
 
-def sentences(results: Results, section: ReportConfig) -> list[str]:
+def sentences(results: Results, margin: float) -> list[str]:
     """The verdict with its reason, the gain over branches, cache, speed and cost."""
-    decision = decide(results, section.margin)
+    decision = decide(results, margin)
+    verdict = "Not decided: there are no scores of a hybrid and of an original above 0."
+    if decision is not None:
+        tasks = "1 task" if decision.tasks == 1 else f"{decision.tasks} tasks and lengths"
+        found = f"{decision.model.label.lower()}: {points(decision.against)} points against the "
+        found += f"original over {tasks} ({decision.against.samples:,} samples)"
+        verdict = _VERDICTS[decision.verdict].format(found, margin)
     failed = [
         f"{Model(name, branch).label} could not be evaluated: {why}."
         for branch, own in results.branches.items()
         for name, why in own.scores.failed_models.items()
     ]
-    return [
-        _verdict(decision, section.margin), *failed, *_over_branches(results), _cache(results),
-        *_speed(results), _cost(results, section),
-    ]  # fmt: skip
-
-
-def _verdict(decision: Decision | None, margin: float) -> str:
-    if decision is None:
-        return "Not decided: there are no scores of a hybrid and of an original above 0."
-    compared = decision.against
-    tasks = "1 task" if decision.tasks == 1 else f"{decision.tasks} tasks and lengths"
-    found = (
-        f"{decision.model.label.lower()}: {points(compared)} points against the original "
-        f"over {tasks} ({compared.samples:,} samples)"
+    gpu_hours = sum(manifest.gpu_hours for manifest in results.manifests.values())
+    seconds = sum(manifest.seconds for manifest in results.manifests.values())
+    cost = (
+        f"{gpu_hours:,.2f} GPU hours" if gpu_hours else f"{format_seconds(seconds)} without a GPU"
     )
-    if decision.verdict == "ship":
-        return f"Ship the {found}, within the margin of {margin:g} points."
-    if decision.verdict == "a small loss":
-        return f"A significant loss within the margin of {margin:g} points, the {found}."
-    if decision.verdict == "do not ship":
-        return f"Do not ship the {found}, beyond the margin of {margin:g} points."
-    more = "no number of samples would decide"
-    if decision.needed is not None:
-        more = f"about {_rounded_up(decision.needed):,} samples would decide"
-    return f"Not decided, the {found}; for a margin of {margin:g} points {more}."
-
-
-def _rounded_up(number: int) -> int:
-    """To two digits."""
-    unit = 10 ** max(0, len(str(number)) - 2)
-    return -(-number // unit) * unit
+    return [
+        verdict, *failed, *_over_branches(results), _cache(results), *_speed(results),
+        f"The run took {cost}.",
+    ]  # fmt: skip
 
 
 def gain(results: Results, model: Model) -> tuple[int, PairedComparison] | None:
@@ -177,8 +147,7 @@ def gain(results: Results, model: Model) -> tuple[int, PairedComparison] | None:
 
 def _over_branches(results: Results) -> Iterator[str]:
     """The recipe's hybrid against those of branches, before training and after all of it."""
-    amounts = {model.tokens for model in results.models}
-    for tokens in sorted({0, max(amounts, default=0)}):
+    for tokens in sorted({0, max((model.tokens for model in results.models), default=0)}):
         found = {m: gain(results, m) for m in results.models if m.tokens == tokens}
         compared = {model: outcome[1] for model, outcome in found.items() if outcome is not None}
         p_values = holm([one.p_value for one in compared.values()])
@@ -192,10 +161,10 @@ def _over_branches(results: Results) -> Iterator[str]:
 
 
 def _cache(results: Results) -> str:
-    tokens = results.longest
+    tokens = results.lengths[-1]
     caches = results.main.caches(tokens)
     served = "which vLLM does not serve"
-    if caches.vllm_share is not None and caches.vllm is not None:
+    if caches.vllm_share is not None:
         served = f"{format_share(round(caches.vllm_share, 3))} in vLLM on one GPU"
     return (
         f"KV cache of {format_length(tokens)} tokens against the original's: "
@@ -209,19 +178,10 @@ def _speed(results: Results) -> Iterator[str]:
     if not results.measured_points:
         yield "Speed was not measured (section measure)."
     for point in reversed(results.measured_points):
-        if point.over_original is not None:
-            over = point.over_original
+        if (over := point.over_original) is not None:
             yield (
                 f"Prefill runs at {over.prefill_tokens_per_second:.2f} and decoding at "
                 f"{over.decode_tokens_per_second:.2f} times the original's speed at "
                 f"{format_length(point.length)}."
             )
             return
-
-
-def _cost(results: Results, section: ReportConfig) -> str:
-    hours, price = results.total_gpu_hours, section.gpu_hour_price
-    if not hours:
-        return f"The run took {format_seconds(sum(results.stage_seconds.values()))} without a GPU."
-    money = f" ({format_money(price * hours, section.currency)})" if price is not None else ""
-    return f"The run took {hours:,.2f} GPU hours{money}."

@@ -6,17 +6,18 @@ lacks a file of its output is an error, never an empty picture.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bosch.engines.vllm.plan import request_bytes
 from bosch.files import exists
 from bosch.mask_files import Front, HeadMaskFile
+from bosch.masks import HeadMask
 from bosch.model.cache_size import CacheSize
 from bosch.model.stored_config import StoredConfig
-from bosch.window import Window, windows_text
 from stages.evaluate.scores import (
     HYBRID,
     ORIGINAL,
@@ -32,47 +33,10 @@ from stages.published import Manifest
 from stages.search.stage import FRONT, HEAD_MASK, SearchSummary
 from stages.train.stage import TrainConfig, TrainingStep, checkpoint_tokens, read_metrics
 
-# Stages that evaluate models.
-_EVALUATING = ("original", "evaluate")
 # Suite, task, length.
 Place = tuple[str, str, int]
 # Scores in [0, 1] of one model's samples, by what identifies a sample.
 SampleScores = Mapping[Place, Mapping[str, float]]
-
-
-@dataclass(frozen=True)
-class Search:
-    """The head mask and its search; `front` is the front from which the mask was chosen."""
-
-    mask: HeadMaskFile
-    summary: SearchSummary
-    front: Front | None = None
-
-    @classmethod
-    def read(cls, searched: Path, materialized: Path) -> Search:
-        """Read the published directories of the stages search and materialize."""
-        front = Front.load(searched / FRONT) if exists(searched / FRONT) else None
-        mask = HeadMaskFile.load(materialized / MODEL / HEAD_MASK)
-        return cls(mask, SearchSummary.read(searched), front)
-
-    @property
-    def sliding(self) -> int:
-        return self.mask.mask.num_sliding
-
-    @property
-    def windows(self) -> tuple[Window, ...]:
-        """The windows of sliding heads from the widest down."""
-        return self.mask.mask.menu
-
-    @property
-    def window_sizes(self) -> str:
-        """The windows as text, ascending."""
-        return windows_text([Window(window.size) for window in self.windows])
-
-    @property
-    def total(self) -> int:
-        """Number of KV heads in the whole model (N)."""
-        return int(self.mask.mask.is_full.size)
 
 
 class Caches(NamedTuple):
@@ -125,10 +89,13 @@ class Model(NamedTuple):
 class Branch:
     """The hybrids of the recipe, or of a branch; `scores` are empty without an evaluation.
 
-    `samples` are those of each model by name, the original's among them.
+    `front` is the front from which the mask was chosen. `samples` are those of each model by name,
+    the original's among them.
     """
 
-    search: Search
+    found: HeadMaskFile
+    search: SearchSummary
+    front: Front | None
     materialized: MaterializeSummary
     config: StoredConfig
     scores: Scores
@@ -138,12 +105,23 @@ class Branch:
     @classmethod
     def read(cls, inputs: Mapping[str, Path]) -> Branch:
         """Read the published directories of a branch's stages."""
-        search = Search.read(inputs["search"], inputs["materialize"])
-        materialized = MaterializeSummary.read(inputs["materialize"])
+        made, front = inputs["materialize"], inputs["search"] / FRONT
         scores = Scores.read(inputs["evaluate"]) if "evaluate" in inputs else Scores(checkpoints={})
-        config = read_model_config(inputs["materialize"])
-        samples = sample_scores(answers(inputs), scores)
-        return cls(search, materialized, config, scores, samples, dict(inputs))
+        evaluating = [inputs[stage] for stage in ("original", "evaluate") if stage in inputs]
+        return cls(
+            HeadMaskFile.load(made / MODEL / HEAD_MASK),
+            SearchSummary.read(inputs["search"]),
+            Front.load(front) if exists(front) else None,
+            MaterializeSummary.read(made),
+            read_model_config(made),
+            scores,
+            sample_scores(chain.from_iterable(map(read_samples, evaluating)), scores),
+            dict(inputs),
+        )
+
+    @property
+    def mask(self) -> HeadMask:
+        return self.found.mask
 
     @property
     def names(self) -> list[str]:
@@ -154,16 +132,15 @@ class Branch:
 
     def caches(self, tokens: int) -> Caches:
         """The caches of one request of `tokens` tokens."""
-        rows = self.search.mask.mask.layers
-        kinds, summary = self.config.kinds, self.materialized
-        full: list[dict[Window | None, int]] = [{None: sum(row.values())} for row in rows]
-        bytes_per_head = summary.kv_cache_bytes_per_token_before // self.search.total
+        kinds, summary, mask = self.config.kinds, self.materialized, self.mask
+        full = HeadMask.all_full(*mask.shape).layers
+        bytes_per_head = summary.kv_cache_bytes_per_token_before // int(mask.is_full.size)
         itemsize = bytes_per_head // (2 * kinds.head_dim)
-        cache = CacheSize.of(rows, kinds, itemsize, state_bytes=summary.state_bytes)
+        cache = CacheSize.of(mask.layers, kinds, itemsize, state_bytes=summary.state_bytes)
         return Caches(
             cache.original(tokens), cache.dynamic(tokens),
             request_bytes(full, kinds, itemsize, tokens),
-            request_bytes(rows, kinds, itemsize, tokens),
+            request_bytes(mask.layers, kinds, itemsize, tokens),
         )  # fmt: skip
 
 
@@ -222,30 +199,11 @@ class Results:
 
     @property
     def lengths(self) -> list[int]:
-        """Context lengths that were scored or measured."""
+        """Context lengths that were scored or measured, else the model's positions."""
         lengths = {point.length for point in self.measured_points}
         for model in self.models:
             lengths |= {at for suite in self.tables(model).values() for at in suite.by_length if at}
-        return sorted(lengths)
-
-    @property
-    def longest(self) -> int:
-        """The longest context that was scored or measured, else the model's positions."""
-        return max(self.lengths, default=self.main.config.max_positions or 32 * 1024)
-
-    @property
-    def stage_seconds(self) -> dict[str, float]:
-        """Wall time of each stage, in the order of the pipeline."""
-        return {stage: manifest.seconds for stage, manifest in self.manifests.items()}
-
-    @property
-    def gpu_hours(self) -> dict[str, float]:
-        """GPU hours of each stage."""
-        return {stage: manifest.gpu_hours for stage, manifest in self.manifests.items()}
-
-    @property
-    def total_gpu_hours(self) -> float:
-        return sum(self.gpu_hours.values())
+        return sorted(lengths) or [self.main.config.max_positions or 32 * 1024]
 
 
 def sample_scores(
@@ -288,10 +246,3 @@ def load_results(inputs: Mapping[str, Path], train: TrainConfig | None = None) -
             if exists(folder / Manifest.FILE)
         },
     )
-
-
-def answers(inputs: Mapping[str, Path]) -> Iterator[dict[str, Any]]:
-    """The answers of the original and of a branch's hybrids."""
-    for stage in _EVALUATING:
-        if stage in inputs:
-            yield from read_samples(inputs[stage])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,6 @@ from stages.report.page import model_table, page, summarize
 from stages.report.results import load_results
 from stages.report.stage import PAGE, TABLE, ReportConfig
 from stages.train.stage import TrainConfig
-
-logger = logging.getLogger(__name__)
 
 
 def run(
@@ -45,9 +42,9 @@ def run(
         writer.writerows(table.records)
         write_text(work_dir / TABLE, text.getvalue())
         table.print()
-    decision = summary["decision"]
-    folder = [f"The model: {decision['folder']}, in the run's folder."] if decision else []
     verdict, *more = summary["sentences"]
-    for sentence in [verdict, *folder, *more, *results.notes]:
+    if decision := summary["decision"]:
+        more = [f"The model: {decision['folder']}, in the run's folder.", *more]
+    for sentence in [verdict, *more, *results.notes]:
         Console().print(Text(sentence))
     return summary

@@ -18,10 +18,6 @@ class ReportConfig(Section):
     margin: Number = Field(2.0, gt=0, le=100)
     """Loss against the original, in points of 100 over all tasks, that is allowed. The report says
     to ship a hybrid if the whole 95 % interval of its loss lies within this margin."""
-    gpu_hour_price: Number | None = Field(None, ge=0)
-    """Price of an hour of one GPU, to show costs; default: only GPU hours are shown."""
-    currency: Line = "USD"
-    """Currency of the price."""
 
     def completed(self, recipe: Recipe) -> Self:
         """The section with the recipe's name as default title."""

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +10,6 @@ import pytest
 import torch
 
 from pipeline.cli import main
-from tests.rank_processes import ROOT
 from tests.tiny_data import save_tiny_model
 
 # What a run of the tiny model takes beside its attention, and what eager attention over 6,144
@@ -27,22 +23,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("measure") / "model")
 
 
-def test_a_report_in_which_the_hybrid_ran_out_of_memory(model: Path, tmp_path: Path) -> None:
+def test_a_report_in_which_the_hybrid_ran_out_of_memory(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in model.iterdir():
         if name.name != "config.json":
             name.unlink()  # with random weights nothing else is needed
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/bash\nulimit -d {LIMIT // 1024}; exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # stacks count as memory, too
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     command = ["measure", str(model), "--random-weights", "--attention", "eager"]
     command += ["--lengths", "6k", "--ratios", "0.5", "--windows", "32", "--decode-tokens", "2"]
     command += ["--dtype", "float32", "--repeats", "1", "--output", str(tmp_path / "out")]
-    python = [sys.executable, "-m", "pipeline", *command]
-    done = subprocess.run(
-        ["bash", "-c", f"ulimit -d {LIMIT // 1024}; {shlex.join(python)}"], cwd=ROOT,
-        # Stacks count as memory, too.
-        env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "out of memory" in done.stdout
+    assert main(command) == 0
+    assert "out of memory" in capsys.readouterr().out
     report = json.loads((tmp_path / "out" / "efficiency.json").read_text())
     assert report["hardware"]["device"] == "cpu"
     assert {"python", "torch", "transformers"} <= report["versions"].keys()

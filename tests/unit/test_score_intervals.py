@@ -5,15 +5,12 @@ studies/coverage.py simulates how often they hold the true value.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 from scipy import stats
 
 from bosch.analysis.intervals import (
     compare,
-    deciding_samples,
     mean_score,
     share,
     student,
@@ -86,35 +83,6 @@ def test_five_samples_detect_nothing() -> None:
     assert result.p_value > 0.05 and result.difference.high == 0
     result = compare([[0.0] * 6], [[1.0] * 6])
     assert result.p_value < 0.05 and result.difference.high < 0
-
-
-@pytest.mark.parametrize(
-    ("lost", "won", "count", "subtasks"),
-    [(0, 0, 48, 1), (0, 0, 12, 4), (1, 1, 50, 2), (5, 1, 100, 1), (3, 0, 200, 1), (30, 0, 40, 1)],
-)
-def test_that_many_samples_decide(lost: int, won: int, count: int, subtasks: int) -> None:
-    """With as many times the samples, the interval lies on one side of the margin of 2 points."""
-
-    def sides(times: int) -> bool:
-        first = [0.0] * lost + [1.0] * (count - lost)
-        second = [1.0] * (count - won) + [0.0] * won
-        models = [[answers * times] * subtasks for answers in (first, second)]
-        low, high = compare(*models).difference[1:]
-        return low >= -0.02 or high < -0.02
-
-    first, second = [0.0] * lost + [1.0] * (count - lost), [1.0] * (count - won) + [0.0] * won
-    needed = deciding_samples([first] * subtasks, [second] * subtasks, 0.02)
-    assert needed is not None
-    times = needed / (count * subtasks)
-    assert sides(math.ceil(times))
-    assert times <= 1 or not sides(math.floor(0.98 * times))
-
-
-def test_equal_answers_need_the_binomial_number_of_samples() -> None:
-    """1 - 0.025^(1 / n) = 2 % for n = 183; no number decides a loss of the margin itself."""
-    assert deciding_samples([[1.0] * 48], [[1.0] * 48], 0.02) == pytest.approx(183, rel=0.02)
-    lost = [0.0] + [1.0] * 49
-    assert deciding_samples([lost], [[1.0] * 50], 0.02) is None
 
 
 def test_a_comparison_is_exact_if_few_samples_differ() -> None:
