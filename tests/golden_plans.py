@@ -20,7 +20,7 @@ PLANS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("qwen3_14b_r075", "h100x16", ()),
     ("qwen3_30b_a3b_r075", "h200x8", ("train.teacher=original",)),
     ("qwen3_8b_r075", "a800x16", (
-        "train.lora={rank: 8}", "train.teacher=original", "runtime.checkpointing=attention",
+        "train.teacher=original", "runtime.checkpointing=attention",
         "search.sinks=4", "measure={lengths: [4k, 32k], batch_size: 2}",
     )),
     ("qwen3_1p7b_r075", "cpux999", (

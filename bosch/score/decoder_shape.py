@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING
 from bosch.errors import UserError
 from bosch.model import families
 from bosch.model.configuration import is_hybrid
-from bosch.model.interface import attention_module, attention_modules
+from bosch.model.interface import attention_module
 from bosch.model.loading import auto_class, full_attention_config
 from bosch.model.stored_config import StoredConfig
 from bosch.score.flops import Flops, linear_flops
@@ -29,10 +29,7 @@ class DecoderShape:
     `active_parameters` are those that a token is multiplied with: only its experts, no embedding
     tables. `layer_parameters` and `active_width` belong to the largest layer; the width of a
     feed-forward block without a gate counts two thirds, since it has two maps instead of three.
-    `attention_parameters` are those of all layers with full attention, `tables` those outside the
-    layers. `linear_sides` is the sum of inputs and outputs of all linear maps in the layers,
-    `attention_sides` that of the maps in full attention; times the rank it is the number of
-    parameters of an adapter.
+    `tables` are those outside the layers.
     """
 
     layers: int
@@ -48,10 +45,7 @@ class DecoderShape:
     parameters: int
     active_parameters: int
     layer_parameters: int
-    attention_parameters: int
     tables: int
-    linear_sides: int
-    attention_sides: int
     softcap: bool = False  # of attention scores, which fused kernels do not support
 
     @staticmethod
@@ -76,7 +70,6 @@ class DecoderShape:
             if weight.ndim == 3 and not isinstance(module, nn.Conv1d)
         ]
         number_of_experts = max((weight.shape[0] for weight in experts), default=0)
-        attention = attention_modules(model)
         heads = text.num_attention_heads
         return cls(
             layers=len(layers),
@@ -92,10 +85,7 @@ class DecoderShape:
             parameters=total,
             active_parameters=(flops.all_linear + flops.output_head) // 2,
             layer_parameters=max(layers),
-            attention_parameters=sum(_count(module.parameters()) for module in attention),
             tables=total - sum(layers),
-            linear_sides=_sides([decoder.layers]),
-            attention_sides=_sides(attention),
             softcap="softcap" in families.attention_needs(model.config),
         )
 
@@ -201,15 +191,6 @@ def _active_width(model: Any, full: Iterable[int], experts: int) -> int:
         )
         widest = max(widest, (flops // 2 - routers) // (3 * text.hidden_size))
     return widest
-
-
-def _sides(modules: Iterable[nn.Module]) -> int:
-    return sum(
-        linear.in_features + linear.out_features
-        for module in modules
-        for linear in module.modules()
-        if isinstance(linear, nn.Linear)
-    )
 
 
 def _count(parameters: Iterable[torch.Tensor]) -> int:

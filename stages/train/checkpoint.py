@@ -25,9 +25,8 @@ from bosch.model.loading import kept_in_float32
 from stages.fields import bytes_of
 from stages.materialize.model_card import note_training
 from stages.train.parallel import whole_weight
-from stages.train.stage import CHECKPOINTS, LoraConfig, checkpoint_name
+from stages.train.stage import CHECKPOINTS, checkpoint_name
 from stages.train.storage import copy_other_files, disk_errors, processes, rank, wait
-from stages.train.trainable import is_adapter, merged
 
 _LAYER = re.compile(r".*?\.\d+\.")
 
@@ -39,7 +38,7 @@ def save_model(model: Any, folder: Path, max_shard_size: str) -> None:
     """
     model.save_pretrained(folder, state_dict={})
     writer = CheckpointWriter(folder, folder, None, max_shard_size)
-    _name_files(folder, writer.write_weights(model, folder, None))
+    _name_files(folder, writer.write_weights(model, folder))
 
 
 class CheckpointWriter:
@@ -57,13 +56,7 @@ class CheckpointWriter:
         self._max_shard_size = max_shard_size
         self._in_float32 = set[str]()
 
-    def write(
-        self,
-        tokens: int,
-        model: Any,
-        lora: LoraConfig | None = None,
-        trained: int | None = None,
-    ) -> None:
+    def write(self, tokens: int, model: Any, trained: int | None = None) -> None:
         """Save `model` in the starting model's precision; every process calls it.
 
         The model card names `trained`, the tokens of whole steps, which may differ from `tokens`.
@@ -75,7 +68,7 @@ class CheckpointWriter:
                 remove(writing)
                 make_folder(writing)
             wait()
-            sizes = self.write_weights(model, writing, lora)
+            sizes = self.write_weights(model, writing)
             wait()
             if is_first:
                 _name_files(writing, sizes)
@@ -83,7 +76,7 @@ class CheckpointWriter:
                 note_training(writing, trained or tokens)
                 replace(writing, self._directory / checkpoint_name(tokens))
 
-    def write_weights(self, model: Any, writing: Path, lora: LoraConfig | None) -> dict[str, int]:
+    def write_weights(self, model: Any, writing: Path) -> dict[str, int]:
         """Write the weights, each process its groups; returns the totals for the index."""
         not_saved = {*model.all_tied_weights_keys, *(model._keys_to_ignore_on_save or ())}
         state = {
@@ -101,20 +94,18 @@ class CheckpointWriter:
                         if owner == rank():
                             gathered[name] = self._saved(name, whole)
             if gathered:
-                gathered = gathered if lora is None else merged(gathered, lora)
                 self.write_group(model, gathered, writing / f"part-{number + rank():05d}")
-        weights = {name: value for name, value in state.items() if not is_adapter(name)}
-        parameters = [value for value in weights.values() if isinstance(value, torch.nn.Parameter)]
+        parameters = [value for value in state.values() if isinstance(value, torch.nn.Parameter)]
         return {
             "total_parameters": sum(map(_count, parameters)),
-            "total_size": sum(self._bytes(name, value) for name, value in weights.items()),
+            "total_size": sum(self._bytes(name, value) for name, value in state.items()),
         }
 
     def _groups(self, state: dict[str, Tensor]) -> list[list[str]]:
         """Names in groups of at most `max_shard_size` that never split a layer.
 
-        transformers combines some weights of a layer when it saves them, and an adapter is merged
-        into its weight; weights outside the layers stay together, too.
+        transformers combines some weights of a layer when it saves them; weights outside the layers
+        stay together, too.
         """
         layers: dict[str, list[str]] = {}
         for name in state:
@@ -124,7 +115,7 @@ class CheckpointWriter:
         groups: list[list[str]] = [[]]
         room = limit
         for names in layers.values():
-            size = sum(self._bytes(name, state[name]) for name in names if not is_adapter(name))
+            size = sum(self._bytes(name, state[name]) for name in names)
             if groups[-1] and size > room:
                 groups.append([])
                 room = limit
@@ -133,9 +124,8 @@ class CheckpointWriter:
         return groups
 
     def _saved(self, name: str, value: Tensor) -> Tensor:
-        """A copy of a weight on the CPU in the dtype it is saved in; an adapter keeps its dtype."""
-        dtype = value.dtype if is_adapter(name) else self._saved_dtype(name, value)
-        return value.detach().to("cpu", dtype, copy=True)
+        """A copy of a weight on the CPU in the dtype it is saved in."""
+        return value.detach().to("cpu", self._saved_dtype(name, value), copy=True)
 
     def _saved_dtype(self, name: str, value: Tensor) -> torch.dtype:
         if self._dtype is None or not value.is_floating_point() or name in self._in_float32:

@@ -12,7 +12,7 @@ from stages.prepare.stage import PrepareConfig
 from stages.search.stage import SearchConfig
 from stages.shape import shape_of
 from stages.stage import LoadedRecipe
-from stages.train.memory import TrainingJob, trained_parameters, unneeded_flops
+from stages.train.memory import TrainingJob
 from stages.train.stage import TrainConfig, usable_processes
 
 # Share of the peak in training of a mixture of experts, from BOSCH B.5: four days for 2.5B tokens
@@ -44,13 +44,12 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     except UserError as error:
         count = counted(processes, "process", "processes")
         memory_text = f"training does not run on {count}: {error}"
-    unneeded = unneeded_flops(shape, train, tokens)
-    flops = shape.training_flops(tokens, length, window_shares(rows)) - unneeded
+    flops = shape.training_flops(tokens, length, window_shares(rows))
     computed = flops
     if train.teacher != "none":
         computed += shape.forward_flops(tokens, length)
     if checkpointing != "none":
-        computed += _recomputed_flops(shape, checkpointing, flops + unneeded, tokens)
+        computed += _recomputed_flops(shape, checkpointing, flops, tokens)
     if recipe.runtime.answers_every_steps:
         runs = -(-train.optimizer_steps // recipe.runtime.answers_every_steps)
         asked = recipe[PrepareConfig].calibration
@@ -60,7 +59,7 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     efficiency = devices.efficiency or (EXPERTS_EFFICIENCY if shape.experts else EFFICIENCY)
     saved = len(train.checkpoint_steps) * shape.parameters * BYTES[recipe[MaterializeConfig].dtype]
     # The older restart point is kept until the newer is complete.
-    restart = 2 * restart_point_bytes(shape, train, recipe.runtime.sharding)
+    restart = 2 * restart_point_bytes(shape, recipe.runtime.sharding)
     note = f"{counted(train.optimizer_steps, 'step')} of {train.batch_tokens:,} tokens"
     if processes < devices.processes:
         note += f", on {processes} of {counted(devices.processes, 'process', 'processes')}"
@@ -77,18 +76,13 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     )
 
 
-def restart_point_bytes(shape: DecoderShape, train: TrainConfig, sharding: str) -> int:
-    """A restart point on disk: weights in float32, and the moments of the trained ones.
+def restart_point_bytes(shape: DecoderShape, sharding: str) -> int:
+    """A restart point on disk: weights in float32, and their moments.
 
-    Adapters are among the weights, and a tied table counts under both of its names. DeepSpeed's
-    point has only trained weights, each once.
+    A tied table counts under both of its names, but DeepSpeed's point has each weight once.
     """
-    trained = trained_parameters(shape, train)
-    weights = trained
-    if sharding != "deepspeed":
-        weights = shape.parameters + (trained if train.lora is not None else 0)
-        weights += shape.table if shape.tied else 0
-    return 4 * weights + 8 * trained
+    both = shape.table if shape.tied and sharding != "deepspeed" else 0
+    return 4 * (shape.parameters + both) + 8 * shape.parameters
 
 
 def _recomputed_flops(

@@ -265,7 +265,7 @@ class Loop:
         if sharded is not None:
             sharded.checkpoint_event_prologue()
         trained = self.step * self.schedule.batch_tokens
-        self.checkpoint_writer.write(tokens, self.unwrapped, self.train.lora, trained)
+        self.checkpoint_writer.write(tokens, self.unwrapped, trained)
         if sharded is not None:
             sharded.checkpoint_event_epilogue()
 

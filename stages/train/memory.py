@@ -108,48 +108,45 @@ class TrainingJob:
         shape, train, element = self.shape, self.train, self._element
         schedule = make_schedule(train, self.runtime, self.length, self.processes, self.on_gpu)
         tokens = schedule.micro_batch_size * self.length // self.runtime.context_parallel
-        trained, sharding = trained_parameters(shape, train), self.runtime.sharding
+        sharding = self.runtime.sharding
         shards = max(1, self.processes // self.runtime.replicas) if sharding != "none" else 1
-        parameters = shape.parameters + (trained if train.lora is not None else 0)
-        weights = (_FLOAT32 * parameters + _MOMENTS * trained) / shards
-        if sharding == "deepspeed":  # beside weights for computation, float32 of trained ones
-            weights = ((_FLOAT32 + _MOMENTS) * trained + element * parameters) / shards
-        gathered, reduced, tables = self._gathered(parameters, trained)
+        parameters = shape.parameters
+        weights = (_FLOAT32 + _MOMENTS) * parameters / shards
+        if sharding == "deepspeed":  # beside weights for computation
+            weights += element * parameters / shards
+        gathered, reduced, tables = self._gathered()
         if train.teacher != "none":
             gathered += element * shape.parameters / shards + (shards > 1) * element * shape.tables
         kept, layer = self._activations(checkpointing, schedule.micro_batch_size, tokens)
         return TrainingMemory(
             checkpointing,
             weights,
-            _FLOAT32 * trained / shards,
+            _FLOAT32 * parameters / shards,
             gathered,
             kept,
             layer + reduced,
-            self._loss(tokens, trained == shape.parameters),
+            self._loss(tokens),
             tables,
             shards > 1,
             schedule.accumulation > 1,
         )
 
-    def _gathered(self, parameters: int, trained: int) -> tuple[float, float, float]:
+    def _gathered(self) -> tuple[float, float, float]:
         """Bytes of whole weights, and of whole gradients of a layer and of the tables."""
         shape, element = self.shape, self._element
-        trains_tables = trained == shape.parameters
         if self.runtime.sharding == "none":
-            copies = element * parameters if element < _FLOAT32 else 0  # by autocast
-            buckets = _FLOAT32 * trained * (self.processes > 1)
+            copies = element * shape.parameters if element < _FLOAT32 else 0  # by autocast
+            buckets = _FLOAT32 * shape.parameters * (self.processes > 1)
             # A tied table has two gradients and their sum.
             summed = (2 if shape.tied else 1) * _FLOAT32 * shape.table
-            return copies + buckets, 0.0, float(summed * trains_tables)
+            return copies + buckets, 0.0, float(summed)
         # The tables during the whole step, and two layers, one ahead. Gradients are summed in
         # float32, a layer's while the next one is computed.
         tables = (1 if shape.tied else 2) * shape.table
-        share = trained_in_layers(shape, self.train) / (shape.parameters - shape.tables)
-        layer = _FLOAT32 * share * shape.layer_parameters
         return (
             float(element * (tables + 2 * shape.layer_parameters)),
-            layer + trains_tables * element * shape.table,
-            trains_tables * float((element + _FLOAT32) * shape.tables),
+            float(_FLOAT32 * shape.layer_parameters + element * shape.table),
+            float((element + _FLOAT32) * shape.tables),
         )
 
     def _activations(self, checkpointing: str, rows: int, tokens: int) -> tuple[float, float]:
@@ -179,7 +176,7 @@ class TrainingJob:
         A norm keeps its input in float32, its result, and the result's copies for the maps after
         it; queries and keys are kept before and after norm and rotation, values and outputs once.
         A feed-forward block keeps four tensors of its width, experts also their inputs and outputs.
-        Liger's kernels keep only inputs. Frozen weights and adapters keep less.
+        Liger's kernels keep only inputs.
         """
         shape, element, residual = self.shape, self._element, self._residual
         mlp = residual if shape.experts else element  # autocast casts no experts
@@ -207,7 +204,7 @@ class TrainingJob:
         size = rows * self.length * group * keys * (2 * _FLOAT32 + self._element)
         return size / self.runtime.context_parallel
 
-    def _loss(self, tokens: int, trains_head: bool) -> float:
+    def _loss(self, tokens: int) -> float:
         """A chunk's logits with their copies, and gradients of states and of the head [V, C].
 
         The head's gradient is summed in float32 beside that of a chunk. A teacher has as many
@@ -220,38 +217,9 @@ class TrainingJob:
         if train.liger and models == 1:
             logits = element * tokens * shape.hidden  # a chunk has about as many numbers
         states = (1 if models == 1 else 3) * tokens * shape.hidden * element
-        return float(logits + states + trains_head * shape.table * (_FLOAT32 + element))
+        return float(logits + states + shape.table * (_FLOAT32 + element))
 
 
 def chunk_tokens(vocabulary: int, distilled: bool = False) -> int:
     """Tokens whose logits are computed at a time; half as many with a teacher's logits."""
     return max(1, _CHUNK_ELEMENTS // ((1 + distilled) * vocabulary))
-
-
-def trained_in_layers(shape: DecoderShape, train: TrainConfig) -> int:
-    """Trained parameters inside the layers; experts, which are no linear maps, have no adapters."""
-    attention_only = train.freeze == "attention_only"
-    if train.lora is not None:
-        sides = shape.attention_sides if attention_only else shape.linear_sides
-        return train.lora.rank * sides
-    return shape.attention_parameters if attention_only else shape.parameters - shape.tables
-
-
-def trained_parameters(shape: DecoderShape, train: TrainConfig) -> int:
-    """Parameters that have gradients and moments."""
-    whole = train.lora is None and train.freeze == "none"
-    return shape.parameters if whole else trained_in_layers(shape, train)
-
-
-def unneeded_flops(shape: DecoderShape, train: TrainConfig, tokens: float) -> float:
-    """Operations of `DecoderShape.training_flops` that this training over `tokens` skips.
-
-    Frozen modules have no gradients of their weights, only of their inputs. Adapters add operations
-    forward and backward.
-    """
-    trained = trained_in_layers(shape, train)
-    if train.lora is not None:
-        return 2.0 * tokens * (shape.active_parameters - 3 * trained)
-    if train.freeze == "attention_only":
-        return 2.0 * tokens * (shape.active_parameters - trained)
-    return 0.0

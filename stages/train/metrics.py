@@ -21,7 +21,6 @@ from bosch.model.configuration import hybrid_mask
 from bosch.score.decoder_shape import DecoderShape
 from stages.formats import format_bytes, format_seconds
 from stages.published import TENSORBOARD
-from stages.train.memory import unneeded_flops
 from stages.train.schedule import Schedule
 from stages.train.stage import METRICS, TrainConfig, TrainingStep
 
@@ -122,10 +121,8 @@ def step_flops(config: Any, schedule: Schedule, train: TrainConfig) -> float:
     masking there are fewer operations.
     """
     shape, tokens, length = DecoderShape.of(config), schedule.batch_tokens, schedule.sequence_length
-    extra = -unneeded_flops(shape, train, tokens)
-    if train.teacher != "none":
-        extra += shape.forward_flops(tokens, length)
-    return shape.training_flops(tokens, length, window_shares(hybrid_mask(config).layers)) + extra
+    teacher = shape.forward_flops(tokens, length) if train.teacher != "none" else 0.0
+    return shape.training_flops(tokens, length, window_shares(hybrid_mask(config).layers)) + teacher
 
 
 def peak_flops(processes: int) -> float | None:

@@ -34,7 +34,7 @@ from stages.context import ModelConfig, Runtime
 from stages.train.distillation import TeacherLoss
 from stages.train.loss import install_loss
 from stages.train.stage import TrainConfig
-from stages.train.trainable import first_adapters, restrict_training, saved_name
+from stages.train.trainable import restrict_training
 from stages.versions import require_package
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ def load_for_training(
     train: TrainConfig,
     runtime: Runtime,
     *,
-    seed: int = 0,
     distillation: TeacherLoss | None = None,
     backend: str = "auto",
     device: torch.device | None = None,
@@ -61,13 +60,11 @@ def load_for_training(
     """The model in float32, since bf16 weights would lose small updates.
 
     Under FSDP its parameters are on the meta device, and filled later with `saved_weights`. Without
-    sharding it is loaded onto `device`, if given. `backend` computes its attention; `seed` is for
-    adapters, if it has any; `context_parallel` splits its sequences; `untrained` parameters are not
-    trained.
+    sharding it is loaded onto `device`, if given. `backend` computes its attention;
+    `context_parallel` splits its sequences; `untrained` parameters are not trained.
 
-    Raises UserError when train.liger is set and Liger is not installed, or as `restrict_training`
-    does; RunError when Liger did not patch a module of the model, or experts would not be computed
-    in grouped products.
+    Raises UserError when train.liger is set and Liger is not installed; RunError when Liger did not
+    patch a module of the model, or experts would not be computed in grouped products.
     """
     if train.liger:
         require_package("liger-kernel", "train.liger = true", "set train.liger = false")
@@ -82,9 +79,7 @@ def load_for_training(
     use_grouped_experts(loaded)
     if train.liger:
         apply_liger(loaded)
-    restrict_training(loaded, train, untrained)
-    if train.lora is not None and runtime.sharding != "fsdp":
-        loaded.load_state_dict(first_adapters(loaded, seed), strict=False)
+    restrict_training(loaded, untrained)
     install_loss(
         loaded, liger=train.liger, distillation=distillation, context_parallel=context_parallel
     )
@@ -256,7 +251,7 @@ def _fill(model: Any, weights: dict[str, Tensor], device: torch.device) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if dist.get_rank() == 0:
-                whole = weights.pop(saved_name(name)).to(device, parameter.dtype)
+                whole = weights.pop(name).to(device, parameter.dtype)
             else:
                 whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements))
@@ -264,6 +259,6 @@ def _fill(model: Any, weights: dict[str, Tensor], device: torch.device) -> None:
         for name, buffer in model.named_buffers():
             if name in saved:  # other buffers are computed
                 if dist.get_rank() == 0:
-                    buffer.copy_(weights.pop(saved_name(name)))
+                    buffer.copy_(weights.pop(name))
                 dist.broadcast(buffer, 0)
     weights.clear()

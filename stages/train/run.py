@@ -44,7 +44,6 @@ from stages.train.schedule import make_schedule
 from stages.train.stage import CHECKPOINTS, METRICS, TrainConfig, TrainingSummary, checkpoint_name
 from stages.train.storage import RestartPoints, checkpoint_hashes, restart_step, wait
 from stages.train.trainable import (
-    first_adapters,
     make_optimizer,
     parameter_groups,
     untrained_parameters,
@@ -187,13 +186,11 @@ def _prepared_model(
             context_parallel.install(teacher)
         distillation = TeacherLoss(teacher)
     model: Any = load_for_training(
-        model_dir, config.model, train, runtime, seed=config.seed, distillation=distillation,
-        backend=backend, device=device, context_parallel=context_parallel, untrained=untrained,
+        model_dir, config.model, train, runtime, distillation=distillation, backend=backend,
+        device=device, context_parallel=context_parallel, untrained=untrained,
     )  # fmt: skip
     if runtime.sharding == "fsdp":
         weights = read_weights()
-        if weights:
-            weights |= first_adapters(model, config.seed)
         shard_and_fill(accelerator, model, weights)
         if distillation is not None:
             shard_teacher(accelerator, distillation.teacher, read_weights())

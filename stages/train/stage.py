@@ -15,20 +15,10 @@ from bosch.model.families import mixes_documents, split_fault
 from stages.context import Runtime
 from stages.faults import Fault
 from stages.fields import Count, Flag, Number, Ratio, Section, rising
-from stages.materialize.stage import MaterializeConfig
 from stages.prepare.stage import PrepareConfig
 from stages.published import RUN_AGAIN, Record, WorkSummary
 from stages.search.stage import SearchConfig, backend_faults, window_faults
 from stages.stage import LoadedRecipe, Stage, position_faults
-
-
-class LoraConfig(Section):
-    """Training of low-rank adapters instead of whole weights (LoRA, arXiv 2106.09685)."""
-
-    rank: Annotated[int, Field(gt=0, le=65536)] = 16
-    """Rank of an adapter (r)."""
-    alpha: Number = Field(32, gt=0)
-    """An adapter's output is scaled by alpha / rank."""
 
 
 class TrainConfig(Section):
@@ -70,11 +60,6 @@ class TrainConfig(Section):
     teacher: Literal["none", "original"] = "none"
     """Distillation: with original the loss is the KL divergence to the full-attention model of the
     same weights, which is kept in memory too, in place of the cross-entropy."""
-    freeze: Literal["none", "attention_only"] = "none"
-    """What is trained: none: all weights; attention_only: only attention's weights."""
-    lora: LoraConfig | None = None
-    """Train adapters of the linear maps that `freeze` leaves to training, and no weight itself;
-    checkpoints hold the sums. Default: train whole weights."""
 
     @property
     def optimizer_steps(self) -> int:
@@ -179,7 +164,7 @@ def _faults(loaded: LoadedRecipe) -> Iterator[Fault]:
     yield from position_faults(loaded, "prepare.sequence_length", length)
     yield from _token_faults(loaded, train)
     if recipe.runtime.sharding == "deepspeed":
-        yield from _deepspeed_faults(train, recipe.runtime, recipe[MaterializeConfig].dtype)
+        yield from _deepspeed_faults(train, recipe.runtime)
     if recipe.runtime.context_parallel > 1:
         yield from _split_faults(loaded)
     yield from _model_faults(loaded, train)
@@ -277,11 +262,10 @@ def _token_faults(loaded: LoadedRecipe, train: TrainConfig) -> Iterator[Fault]:
         )
 
 
-def _deepspeed_faults(train: TrainConfig, runtime: Runtime, saved: str) -> Iterator[Fault]:
+def _deepspeed_faults(train: TrainConfig, runtime: Runtime) -> Iterator[Fault]:
     """Settings that DeepSpeed, which holds weights and updates them itself, does not support."""
     unsupported = {
         "train.teacher": train.teacher != "none",
-        "train.lora": train.lora is not None,
         "runtime.context_parallel": runtime.context_parallel > 1,
     }
     for field, is_set in unsupported.items():
@@ -289,12 +273,6 @@ def _deepspeed_faults(train: TrainConfig, runtime: Runtime, saved: str) -> Itera
             yield Fault(
                 field, "it does not run under runtime.sharding = deepspeed; set fsdp or none"
             )
-    if train.freeze != "none" and train.mixed_precision == "bf16" and saved != "bfloat16":
-        yield Fault(
-            "materialize.dtype",
-            "what train.freeze leaves as it is would be rounded to bf16 under runtime.sharding = "
-            f"deepspeed, not saved in {saved}; set bfloat16, or fsdp",
-        )
 
 
 def _split_faults(loaded: LoadedRecipe) -> Iterator[Fault]:

@@ -38,7 +38,6 @@ from tests.training_case import (
     main,
     make_case,
     metrics,
-    stage_config,
     train_here,
     train_in_processes,
 )
@@ -141,7 +140,6 @@ def test_two_processes_train_like_one_and_resume(
     assert points == ["step-4"], killed.stderr
     stated = restart_point_bytes(
         DecoderShape.of(load_config(str(case / "materialize" / "model"))),
-        stage_config(train=changes["train"]).section,
         sharding,
     )
     # The moments of each weight include a count of steps.
@@ -236,20 +234,6 @@ def test_restart_points_are_read_by_any_sharding_and_number_of_processes(
     done = train_in_processes(case, tmp_path / "1", 2, train=train, runtime=sharded)
     assert done.returncode == 0 and "resuming from step-6" in done.stderr, done.stderr
     assert losses(tmp_path / "1") == pytest.approx(losses(one_process), rel=1e-4)
-
-
-def test_a_process_without_rows_of_an_adapter_resumes_exactly(case: Path, tmp_path: Path) -> None:
-    """A weight of one row over two processes: the second one has only empty shards of it."""
-    changes: dict[str, Any] = {
-        "train": {"lora": {"rank": 1}, "total_tokens": 512, "checkpoint_tokens": []},
-        "runtime": {"sharding": "fsdp", "micro_batch_size": 1, "save_every_steps": 2},
-    }
-    assert train_in_processes(case, tmp_path, 2, kill_at_step=4, **changes).returncode
-    before = losses(tmp_path)
-    done = train_in_processes(case, tmp_path, 2, **changes)
-    assert done.returncode == 0, done.stderr
-    assert "resuming from step-2" in done.stderr
-    assert losses(tmp_path) == pytest.approx(before, rel=1e-6)
 
 
 def test_bf16_losses_are_not_rounded(case: Path, tmp_path: Path) -> None:

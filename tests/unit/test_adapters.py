@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from bosch.model.configuration import is_hybrid
 from bosch.model.materialize import materialize
 from bosch.model.search_mode import head_mask
 from bosch.window import Window
-from stages.train import trainable
 from tests.hybrid_case import LAYERS, logits_of, random_mask, small_model, tokens
 
 WINDOW, SINKS, LENGTH, NEW = 7, 2, 40, 8
@@ -218,15 +216,3 @@ def test_a_prefix_by_peft_works() -> None:
     for length in range(20, 23):
         logits = model(input_ids=generated[:, :length]).logits
         assert torch.equal(logits[:, -1].argmax(-1), generated[:, length])
-
-
-def test_adapters_start_random_around_zero_and_add_nothing() -> None:
-    names = {f"q_proj.lora_{letter}.default.weight": torch.ones(200, 100) for letter in "AB"}
-    model = SimpleNamespace(named_parameters=lambda: [*names.items(), ("q_proj.weight", None)])
-    first, again, other = (trainable.first_adapters(model, seed) for seed in (1, 1, 2))
-    spread, added = first.values()
-    assert list(first) == list(names) and not added.any()
-    assert spread.dtype == torch.float32 and -0.1 <= spread.min() < -0.09 < 0.09 < spread.max()
-    assert spread.max() <= 0.1 and abs(spread.mean()) < 0.005
-    assert torch.equal(spread, next(iter(again.values())))
-    assert not torch.equal(spread, next(iter(other.values())))

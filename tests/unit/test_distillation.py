@@ -14,16 +14,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from bosch.model.materialize import materialize
-from bosch.score.decoder_shape import DecoderShape
 from bosch.window import Window
 from stages.context import ModelConfig, Runtime
 from stages.train import distillation
 from stages.train.distillation import TeacherLoss, load_teacher
 from stages.train.loss import install_loss
-from stages.train.memory import trained_parameters
 from stages.train.model import load_for_training
-from stages.train.stage import LoraConfig, TrainConfig
-from stages.train.trainable import merged
+from stages.train.stage import TrainConfig
 from tests.hybrid_case import (
     mask_of,
     small_config,
@@ -190,80 +187,3 @@ def test_training_with_a_teacher_resumes_after_a_kill(case: Path, tmp_path: Path
     train_in_processes(case, tmp_path / "killed", kill_at_step=5, train=train)
     train_here(case, tmp_path / "killed", train=train)
     assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
-
-
-def test_two_processes_with_shards_train_adapters_like_one(case: Path, tmp_path: Path) -> None:
-    """tests/distributed/test_context_parallel.py has whole weights with a teacher."""
-    train = {**SHORT, "lora": {"rank": 3, "alpha": 6}}
-    train_here(case, tmp_path / "one", train=train)
-    done = train_in_processes(case, tmp_path / "two", 2, train=train, runtime={"sharding": "fsdp"})
-    assert done.returncode == 0, done.stderr
-    alone, both = ([s["loss"] for s in metrics(tmp_path / name)] for name in ("one", "two"))
-    assert both == pytest.approx(alone, rel=5e-4)
-    ours, theirs = (
-        load_file(tmp_path / name / "checkpoints" / "tokens-512" / "model.safetensors")
-        for name in ("one", "two")
-    )
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        torch.testing.assert_close(value, theirs[name], atol=2e-3, rtol=0, msg=name)
-
-
-def changed(case: Path, work_dir: Path) -> set[str]:
-    """Names of the weights that training has changed."""
-    start = load_file(case / "materialize" / "model" / "model.safetensors")
-    folder = next((work_dir / "checkpoints").iterdir())
-    end = load_file(folder / "model.safetensors")
-    assert start.keys() == end.keys()
-    return {name for name, value in end.items() if not torch.equal(value, start[name])}
-
-
-def test_adapters_are_saved_merged_and_resume(case: Path, tmp_path: Path) -> None:
-    train: dict[str, Any] = {"freeze": "attention_only", "lora": {"rank": 2, "alpha": 8}}
-    train_here(case, tmp_path / "whole", train=train)
-    names = changed(case, tmp_path / "whole")
-    assert names and all(".self_attn." in name and "proj" in name for name in names)
-    train_in_processes(case, tmp_path / "killed", kill_at_step=5, train=train)
-    train_here(case, tmp_path / "killed", train=train)
-    assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
-    model = AutoModelForCausalLM.from_pretrained(
-        next((tmp_path / "whole" / "checkpoints").iterdir())
-    )
-    assert not [name for name, _ in model.named_parameters() if "lora" in name]
-
-
-def test_merged_weights_equal_pefts(case: Path) -> None:
-    from peft.tuners.lora import LoraLayer
-
-    train = TrainConfig(lora=LoraConfig(rank=3, alpha=5), mixed_precision="no")
-    folder = case / "materialize" / "model"
-    model = load_for_training(folder, ModelConfig(path="x"), train, Runtime(), seed=3)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter)
-    assert train.lora is not None
-    ours = merged(model.state_dict(), train.lora)
-    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, LoraLayer)]
-    assert len(layers) == 2 * 7
-    for name, layer in layers:
-        layer.merge()
-        torch.testing.assert_close(ours[f"{name}.weight"], layer.get_base_layer().weight)
-    assert ours.keys() == load_file(folder / "model.safetensors").keys() | {"lm_head.weight"}
-
-
-@pytest.mark.parametrize(
-    "train",
-    [
-        {"freeze": "attention_only"},
-        {"lora": {"rank": 4}},
-        {"lora": {"rank": 4}, "freeze": "attention_only"},
-    ],
-)
-def test_the_plan_counts_only_trained_weights(case: Path, train: dict[str, Any]) -> None:
-    config = TrainConfig(mixed_precision="no", **train)
-    model = load_for_training(
-        case / "materialize" / "model", ModelConfig(path="x"), config, Runtime()
-    )
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    shape = DecoderShape.of(model.config)
-    assert trained_parameters(shape, config) == trained

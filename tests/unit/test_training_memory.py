@@ -119,7 +119,7 @@ def test_sharding_and_recomputation_take_less_and_a_teacher_more() -> None:
     assert peak({"checkpointing": "none"}) > peak({"checkpointing": "attention"}) > peak(full)
     fsdp = {**full, "sharding": "fsdp"}
     assert peak(full) > peak(fsdp) > peak({**fsdp, "offload_activations": True})
-    assert peak(fsdp, teacher="original") > peak(fsdp) > peak(fsdp, lora={"rank": 8})
+    assert peak(fsdp, teacher="original") > peak(fsdp)
     weights = job(config, fsdp, 4).memory().weights
     assert weights == (4 + 8) * DecoderShape.of(config).parameters / 4
 
