@@ -81,12 +81,6 @@ def _cut(match: re.Match[str]) -> str:
     return f"{text[:200]}… ({len(text):,} characters) …{text[-100:]}"
 
 
-def control_character(text: str) -> str | None:
-    """The first character of `text` that a terminal would interpret or cannot show, if any."""
-    match = _CONTROL.search(text)
-    return match[0] if match else None
-
-
 def printable(text: str) -> str:
     """`text` with control characters as escapes (`\\x1b`)."""
     return _CONTROL.sub(lambda match: repr(match[0])[1:-1], text)

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import stat
-import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -136,14 +135,6 @@ def make_folder(folder: Path) -> None:
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
         sync(folder.parent)
-
-
-def remove_old_temporaries(folder: Path, seconds: float) -> None:
-    """Remove temporary files older than `seconds`, which killed processes left."""
-    for path in list(folder.glob(f"{TEMPORARY}*")):
-        with contextlib.suppress(OSError):
-            if time.time() - max(path.lstat().st_mtime, newest_below(path)) > seconds:
-                remove(path)
 
 
 def read_json(path: Path) -> Any:

@@ -73,7 +73,6 @@ def _run(arguments: Sequence[str] | None, stages: Sequence[Stage[Any]]) -> int:
         command = module.COMMAND
         if not isinstance(command, RecipeCommand):
             return _flushed(module.run(options))
-        log.show_steps(options.verbose)
         loaded = load_recipe(
             options.recipe,
             options.overrides,

@@ -24,9 +24,6 @@ class RecipeCommand(Command):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         super().add_arguments(parser)
-        parser.add_argument(
-            "-v", "--verbose", action="store_true", help="show the stages' logs on the terminal"
-        )
         parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, see recipes/")
         parser.add_argument(
             "overrides",

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bosch.commands import Command
-from bosch.errors import UserError, control_character
+from bosch.errors import UserError
 from bosch.files import read_json, write_text
 from data_prep.documents.sources import KINDS, Source, text_field
 from data_prep.documents.sources.mds import INDEX
@@ -97,9 +97,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the recipe and print the next steps; raises UserError for unusable arguments."""
-    for typed in filter(None, (options.model, options.data, options.output)):
-        if len(typed.splitlines()) > 1 or control_character(typed) is not None:
-            raise UserError(f"{typed!r}: holds a line break or control character; rename it")
     source = None if options.data is None else _source_of(options.data)
     name = os.path.basename(os.path.abspath(options.model)).lower().replace(".", "p")
     file = Path(options.output or f"my_{re.sub('[^a-z0-9]+', '_', name)}.yaml")
@@ -107,8 +104,6 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"--output {file}: exists; remove it or name another file")
     if not file.absolute().parent.is_dir():
         raise UserError(f"--output {file}: there is no folder {file.parent}")
-    if not os.access(file.absolute().parent, os.W_OK):
-        raise UserError(f"--output {file}: {file.absolute().parent} cannot be written to")
     info, faults = read_model(options.model, None, Path.cwd(), fetch=False, files=False)
     if faults:
         raise UserError("\n".join(f"{options.model}: {fault.text}" for fault in faults))
@@ -128,8 +123,6 @@ def run(options: argparse.Namespace) -> int:
     for command in ("validate", "plan"):
         print(f"  bosch {command} {shlex.quote(str(file))}")
     print(f"  {_smoke(file)}\n  bosch run {shlex.quote(str(file))}")
-    if source is not None and (unread := _unread(options.data, source)):
-        print(f"--data {options.data}: files not read: {len(unread)}, like {unread[0]}")
     try:
         written = load_recipe(file, fetch=False)
         for text in call("stages.prepare.run:first_document_faults", written):
@@ -241,12 +234,3 @@ def _holds_json(names: Sequence[str]) -> bool:
 
 def _names(path: Path) -> list[str]:
     return [path.name] if path.is_file() else sorted(file.name for file in files_below(path))
-
-
-def _unread(data: str, source: Source) -> list[str]:
-    """Files below a folder that its kind of source does not read; empty for shards of a dataset."""
-    path = Path(os.path.expanduser(data))
-    if not path.is_dir() or source.kind in ("mds", "huggingface"):
-        return []
-    suffixes = (".json",) if source.path != data else KINDS[source.kind].suffixes
-    return [name for name in _names(path) if not name.endswith(suffixes)]

@@ -9,16 +9,13 @@ import argparse
 import contextlib
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from bosch.budget import LayerHeads
-from bosch.commands import print_json
 from bosch.engines.vllm.plan import request_bytes, served_tokens
 from bosch.errors import UserError
 from bosch.hardware import DEVICES, cpu_cores
 from bosch.model.cache_size import CacheSize
 from pipeline.commands import RecipeCommand
-from pipeline.recipe.faults import suggest
 from pipeline.recipe.load import all_faults, missing_inputs
 from pipeline.run.graph import resolve
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices
@@ -30,7 +27,6 @@ from stages.stage import LoadedRecipe, call
 
 COMMAND = RecipeCommand(
     "say what a run needs and costs before it starts",
-    json=True,
     fetch=False,
     input_files=False,
     model_files=False,
@@ -43,11 +39,8 @@ def find_hardware(text: str | None, gpus: int) -> tuple[str, int]:
         return ("h100", gpus) if gpus else ("cpu", cpu_cores())
     match = re.fullmatch(rf"({'|'.join(DEVICES)})(?:x0*([1-9]\d{{,8}}))?", text.lower())
     if match is None:
-        near = suggest(text.lower(), list(DEVICES))
-        hint = f"; did you mean {near}?" if near else ""
-        raise UserError(
-            f"hardware {text:.60}: expected one of {', '.join(DEVICES)}, as in h100x8{hint}"
-        )
+        names = ", ".join(DEVICES)
+        raise UserError(f"hardware {text:.60}: expected one of {names}, as in h100x8")
     return match[1], int(match[2] or (cpu_cores() if match[1] == "cpu" else 1))
 
 
@@ -76,9 +69,6 @@ def _share(text: str) -> float:
 
 def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
     """Print the plan, and what is missing before a run can start."""
-    if options.json:
-        print_json(plan_record(loaded, options.hardware, options.efficiency))
-        return 0
     print("\n".join(plan_lines(loaded, options.hardware, options.efficiency)))
     for fault in all_faults(loaded, missing_inputs):
         print(f"before it can run: {fault}")
@@ -103,31 +93,6 @@ def plan_costs(loaded: LoadedRecipe, devices: Devices) -> dict[str, Cost]:
     """The cost of every stage of a recipe and its branches, as if nothing were cached."""
     return {
         node.name: call(node.stage.cost, node.loaded, devices) or Cost() for node in resolve(loaded)
-    }
-
-
-def plan_record(
-    loaded: LoadedRecipe, hardware: str | None = None, efficiency: float | None = None
-) -> dict[str, Any]:
-    """The plan as values. Raises UserError where the model's shape cannot be known."""
-    devices = plan_devices(loaded, hardware, efficiency)
-    return {
-        "recipe": loaded.recipe.name,
-        "file": str(loaded.file),
-        "hardware": {"name": devices.name, "count": devices.count},
-        "stages": [
-            {
-                "stage": name,
-                "flops": cost.flops,
-                "hours": cost.hours(devices.name, devices.count),
-                "disk_bytes": cost.disk,
-                "note": cost.note,
-                "memory": cost.memory,
-            }
-            for name, cost in plan_costs(loaded, devices).items()
-        ],
-        "kv_cache": list(_caches(loaded)),
-        "missing": [str(fault) for fault in all_faults(loaded, missing_inputs)],
     }
 
 
@@ -162,28 +127,17 @@ def plan_lines(
     yield f"  {'memory':<{width}} {size}"
     for memory in dict.fromkeys(cost.memory for cost in all_costs if cost.memory):
         yield f"  {'':<{width}} {memory}"
-    for cache in _caches(loaded):
-        sizes = f"{format_bytes(cache['original'])} of the original"
-        sizes += f", {format_bytes(cache['generate'])} of the hybrid"
-        if cache["vllm"] is not None:
-            sizes += f"; in vLLM {format_bytes(cache['vllm_original'])}"
-            sizes += f" and {format_bytes(cache['vllm'])}"
-        yield f"  {'KV cache':<{width}} at {format_length(cache['tokens'])} tokens {sizes}"
-
-
-def _caches(loaded: LoadedRecipe) -> Iterator[dict[str, Any]]:
-    """Bytes of a request's KV cache, with the mask of a file or any mask of the recipe's ratio."""
     info, recipe = loaded.info, loaded.recipe
     assert info is not None
+    # With the mask of a file, or any mask of the recipe's ratio.
     rows = recipe[SearchConfig].kv_heads(info.kinds, recipe.model.dtype)
     full: list[LayerHeads] = [{None: info.kinds.heads}] * len(rows)
     itemsize = BYTES[recipe[MaterializeConfig].dtype]
     cache = CacheSize.of(rows, info.kinds, itemsize, state_bytes=0)
     for tokens in served_tokens(info.max_positions):
-        yield {
-            "tokens": tokens,
-            "original": cache.original(tokens),
-            "generate": cache.dynamic(tokens),
-            "vllm_original": request_bytes(full, info.kinds, itemsize, tokens),
-            "vllm": request_bytes(rows, info.kinds, itemsize, tokens),
-        }
+        sizes = f"{format_bytes(cache.original(tokens))} of the original"
+        sizes += f", {format_bytes(cache.dynamic(tokens))} of the hybrid"
+        original, hybrid = (request_bytes(x, info.kinds, itemsize, tokens) for x in (full, rows))
+        if hybrid is not None:
+            sizes += f"; in vLLM {format_bytes(original or 0)} and {format_bytes(hybrid)}"
+        yield f"  {'KV cache':<{width}} at {format_length(tokens)} tokens {sizes}"

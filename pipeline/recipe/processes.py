@@ -62,12 +62,6 @@ def find_world(configured: int | Literal["auto"], env: Mapping[str, str] = os.en
     return World(nodes, rank, processes, env["MASTER_ADDR"], port, gpus)
 
 
-def require_one_node(command: str, world: World) -> None:
-    """Raise UserError if there are several nodes; `command` works on one only."""
-    if world.nodes > 1:
-        raise UserError(f"{command} works on one node only; NNODES asks for several")
-
-
 def _integer(
     env: Mapping[str, str], name: str, default: int, least: int, most: int = 999_999
 ) -> int:

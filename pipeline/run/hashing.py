@@ -67,12 +67,8 @@ class FileHasher:
             self._cache.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(self._cache.with_suffix(".lock")):
                 merged = {**_read_cache(self._cache), **self._new}
-                lines = [
-                    f"{json.dumps(path)}:{json.dumps(entry)}"
-                    for path, entry in merged.items()
-                    if os.path.exists(path)
-                ]
-                write_text(self._cache, "{" + ",\n".join(lines) + "}\n")
+                known = {path: entry for path, entry in merged.items() if os.path.exists(path)}
+                write_text(self._cache, json.dumps(known))
         except IsADirectoryError:  # report it, with its path
             raise
         except OSError as error:

@@ -12,8 +12,6 @@ from bosch.errors import printable
 
 _FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
 _CLOCK = "%H:%M:%S"
-# Set for the processes of a run if the terminal shows their steps, too.
-_STEPS = "BOSCH_SHOW_STEPS"
 
 
 class _Formatter(logging.Formatter):
@@ -37,30 +35,19 @@ def silence_imports() -> None:
     """
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
-        logging.getLogger(name).addFilter(_is_error)
-
-
-def _is_error(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR
-
-
-def show_steps(shown: bool) -> None:
-    """Set whether the terminal shows every step of a stage, also for child processes."""
-    if shown:
-        os.environ[_STEPS] = "1"
+        logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
 
 
 def _is_for_terminal(record: logging.LogRecord) -> bool:
     """Whether a record is a warning or progress; steps are only in the stage's log file."""
-    is_step = record.levelno < logging.WARNING and record.name != "bosch.progress"
-    return not is_step or os.environ.get(_STEPS) == "1"
+    return record.levelno >= logging.WARNING or record.name == "bosch.progress"
 
 
 def configure(level: str, file: Path | None = None, rank: int = 0) -> None:
     """Set up the root logger; other ranks show only warnings on the terminal, with their number.
 
     Everything at `level` and above is appended to `file`. The first rank's terminal shows warnings
-    and progress, and after `show_steps` all records.
+    and progress.
     """
     # A log line on a full disk must not print a traceback over the run's message.
     logging.raiseExceptions = False

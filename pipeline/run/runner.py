@@ -18,7 +18,6 @@ from pydantic import BaseModel
 from bosch.errors import RunError, UserError
 from bosch.files import remove, write_json
 from pipeline.recipe.load import ROOT
-from pipeline.recipe.processes import require_one_node
 from pipeline.run import graph, status
 from pipeline.run.graph import Node
 from pipeline.run.hashing import FileHasher
@@ -30,20 +29,9 @@ from stages.stage import LoadedRecipe, World
 from stages.versions import installed_versions
 
 _PACKAGES = (
-    "bosch-pipeline",
-    "torch",
-    "transformers",
-    "accelerate",
-    "datasets",
-    "tokenizers",
-    "safetensors",
-    "numpy",
-    "pyarrow",
-    "PyNomadBBO",
-    "liger-kernel",
-    "deepspeed",
-    "lm-eval",
-)
+    "bosch-pipeline", "torch", "transformers", "accelerate", "datasets", "tokenizers",
+    "safetensors", "numpy", "pyarrow", "PyNomadBBO", "liger-kernel", "deepspeed", "lm-eval",
+)  # fmt: skip
 POLL_SECONDS = 0.5
 
 
@@ -81,8 +69,8 @@ class Runner:
         if first > last:
             order = f"--from {self.options.start} comes after --until {self.options.until}"
             raise UserError(f"{order}: no stage left")
-        if self.options.force:
-            require_one_node("--force", self.loaded.world)
+        if self.options.force and self.loaded.world.nodes > 1:
+            raise UserError("--force works on one node only; NNODES asks for several")
         chosen = self.all_names[first : last + 1]
         if (branch := self.options.branch) is not None:
             if branch not in self.loaded.branches:
@@ -120,7 +108,6 @@ class Runner:
         resolved = self.loaded.recipe.model_dump(mode="json")
         write_json(self.store.root / self.name / "recipe.json", resolved)
         self.hasher.save()  # so that `status` has them while the first stage runs
-        self.store.tidy(self.name)
         ran = 0
         for name in self.chosen:
             state = states[name]

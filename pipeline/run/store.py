@@ -23,8 +23,6 @@ from pipeline.run.hashing import FileHasher
 from stages.published import Manifest
 
 MANIFEST = Manifest.FILE
-# Temporary files exist only for a moment; older ones were left by a killed process.
-_OLD_SECONDS = 3600.0
 
 
 class Store:
@@ -82,8 +80,7 @@ class Store:
     ) -> Path:
         """The work directory of an output, with the work of an earlier attempt on these inputs.
 
-        The attempt runs on `gpus` GPUs. Raises RunError if the work contains something that cannot
-        be published, such as a link.
+        The attempt runs on `gpus` GPUs.
         """
         work, inputs = self.work(stage, key), dict(inputs or {})
         state = self.state(stage, key)
@@ -97,36 +94,14 @@ class Store:
         files.remove(work / MANIFEST)
         for path in list(work.rglob(f"{files.TEMPORARY}*")):  # of killed processes
             files.remove(path)
-        self._require_regular(stage, work)
         attempts.append({"started": time.time(), "gpus": gpus})
         files.write_json(self.state_file(stage, key), {"attempts": attempts, "inputs": inputs})
         return work
-
-    def _require_regular(self, stage: str, work: Path) -> list[str]:
-        """Names of the files in a work directory; raises RunError for a link, pipe or device."""
-        files.remove_empty_folders(work)
-        names = list(files.files_below(work))
-        added = [f"{name} is no regular file" for name in files.added_entries(work, names, ())]
-        fault = files.listing_fault(work, names) or next(iter(added), None)
-        if fault is not None:
-            raise RunError(
-                f"{stage}: its work directory {work} cannot be published: {fault}; put the file or "
-                "folder itself there, or remove it"
-            )
-        return names
 
     def discard(self, stage: str, key: str) -> None:
         """Delete the work on an output."""
         files.remove(self.work(stage, key))
         files.remove(self.state_file(stage, key))
-
-    def tidy(self, recipe: str) -> None:
-        """Remove leftovers of killed processes in folders that several runs write to."""
-        folders = [self.root / recipe, self.root / "locks", self.root / "store"]
-        for pattern in ("store/*", "work/*", f"{recipe}/*"):
-            folders += [path for path in self.root.glob(pattern) if not path.is_symlink()]
-        for folder in folders:
-            files.remove_old_temporaries(folder, _OLD_SECONDS)
 
     def fail(self, stage: str, key: str, message: str) -> None:
         """Record why an attempt failed; keeps the work."""
@@ -158,7 +133,8 @@ class Store:
         # The clock may have been set back, and a killed attempt may have written nothing.
         seconds = [max(attempt["ended"] - attempt["started"], 0) for attempt in attempts]
         gpus = [attempt["gpus"] for attempt in attempts]
-        names = self._require_regular(stage, work)
+        files.remove_empty_folders(work)
+        names = list(files.files_below(work))
         _share_files(work)
         files.sync_tree(work)
         hashes = {name: hasher.sha256(work / name) for name in names}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from bosch.budget import LayerHeads, window_shares
@@ -43,48 +42,32 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     return _cost(loaded, devices, [layout] * (1 + checkpoints), text)
 
 
-@dataclass(frozen=True)
-class _Work:
-    """Samples of `length` tokens with their answers, in batches of at most `most_rows`.
-
-    Logits are computed at `logits` tokens, where answers are generated; None: at all tokens.
-    """
-
-    samples: int
-    length: int
-    most_rows: int
-    logits: int | None = None
-
-
-def _work(evaluate: EvaluateConfig) -> list[_Work]:
-    """The samples that are known in advance."""
-    ruler, tasks = evaluate.ruler, evaluate.ruler_tasks
-    samples = min(ruler.samples, evaluate.limit or ruler.samples)
-    generated = samples * sum(map(ruler.new_tokens, tasks))
-    work = [_Work(samples * len(tasks), at, samples, generated) for at in ruler.lengths if tasks]
-    if evaluate.positions is not None:
-        work.append(_Work(evaluate.positions.documents, evaluate.positions.length, most_rows=1))
-    return work
-
-
 def _cost(loaded: LoadedRecipe, devices: Devices, layouts: Sequence[Layout], models: str) -> Cost:
     """All suites (with known samples) of a model with each of `layouts`; `models` names these."""
     recipe, shape = loaded.recipe, shape_of(loaded)
-    work = _work(recipe[EvaluateConfig])
-    models += "; tasks of lm-eval not counted" * bool(recipe[EvaluateConfig].lm_eval_tasks)
-    samples = sum(part.samples for part in work)
+    section = recipe[EvaluateConfig]
+    ruler, tasks, positions = section.ruler, section.ruler_tasks, section.positions
+    count = min(ruler.samples, section.limit or ruler.samples)
+    generated = count * sum(map(ruler.new_tokens, tasks))
+    # Samples, their length, the most in a batch, and the tokens at which logits are computed: those
+    # that are generated, or all (None).
+    work: list[tuple[int, int, int, int | None]] = [
+        (count * len(tasks), length, count, generated) for length in ruler.lengths if tasks
+    ]
+    if positions is not None:
+        work.append((positions.documents, positions.length, 1, None))
+    models += "; tasks of lm-eval not counted" * bool(section.lm_eval_tasks)
+    samples = sum(number for number, *_ in work)
     itemsize, rows = BYTES[recipe.model.dtype], recipe.runtime.eval_batch_size
     flops = reads = 0.0
     for layout in layouts:
         cache = CacheSize.of(layout, shape.kinds, itemsize, state_bytes=0)
         shares = window_shares(layout)
-        for part in work:
-            flops += shape.forward_flops(
-                part.samples * part.length, part.length, shares, part.logits
-            )
+        for number, length, most_rows, logits in work:
+            flops += shape.forward_flops(number * length, length, shares, logits)
             # A generated token reads all weights once for the batch, and the cache of its row.
-            weight_bytes = itemsize * shape.active_parameters / min(rows, part.most_rows)
-            reads += (part.logits or 0) * (weight_bytes + cache.dynamic(part.length))
+            weight_bytes = itemsize * shape.active_parameters / min(rows, most_rows)
+            reads += (logits or 0) * (weight_bytes + cache.dynamic(length))
     return Cost(
         flops,
         1e6 + len(layouts) * samples * _ANSWER_BYTES,

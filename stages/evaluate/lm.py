@@ -20,7 +20,6 @@ from transformers import (
     StoppingCriteria,
 )
 
-from bosch.errors import UserError
 from bosch.model.families import max_positions, rope_depends_on_length
 from bosch.progress import Progress
 from data_prep.tasks.needles import string_match
@@ -176,7 +175,9 @@ class LanguageModel(LoggedAnswers, HFLM):  # type: ignore[misc]
         log: AnswerLog | None = None,
         progress: Progress | None = None,
     ) -> None:
-        loaded.generation_config = GenerationConfig(eos_token_id=_end_tokens(loaded) or None)
+        ends = loaded.generation_config.eos_token_id
+        ends = [ends] if isinstance(ends, int) else ends
+        loaded.generation_config = GenerationConfig(eos_token_id=ends or None)
         super().__init__(
             pretrained=loaded,
             tokenizer=tokenizer,
@@ -190,16 +191,8 @@ class LanguageModel(LoggedAnswers, HFLM):  # type: ignore[misc]
         self.cache_hook = self
         self._batch: Sequence[str] = ()
         embeddings = len(loaded.get_input_embeddings().weight)
-        ends = (tokenizer.pad_token_id, *(loaded.generation_config.eos_token_id or ()), 0)
-        self._pad = next(token for token in ends if token is not None and token < embeddings)
-        if chat.apply_chat_template:
-            token = max(self.tok_encode(self.prompt("", "")), default=0)
-            if token >= embeddings:
-                raise UserError(
-                    f"evaluate.apply_chat_template: the template of {tokenizer.name_or_path} makes "
-                    f"token {token}, and the model has {embeddings:,} embeddings; resize them "
-                    "(resize_token_embeddings), or set it to false"
-                )
+        tokens = (tokenizer.pad_token_id, *(ends or ()), 0)
+        self._pad = next(token for token in tokens if token is not None and token < embeddings)
 
     @property
     def max_length(self) -> int:  # type: ignore[override]
@@ -333,12 +326,3 @@ def template_without_date(tokenizer: Any) -> dict[str, str]:
     date = "".join(f"|replace('%{code}', '{_DATE:%{code}}')" for code in codes)
     macro = f"{{%- macro strftime_now(format) -%}}{{{{ format{date} }}}}{{%- endmacro -%}}"
     return {"chat_template": macro + tokenizer.get_chat_template()}
-
-
-def _end_tokens(model: Any) -> list[int]:
-    """Ids of the tokens that end a sequence, from the model's generation settings."""
-    ends = model.generation_config.eos_token_id
-    tokens = [ends] if isinstance(ends, int) else list(ends or ())
-    if not all(isinstance(token, int) for token in tokens):
-        raise ModelError(f"the eos_token_id of its generation settings is {ends!r:.60}")
-    return tokens

@@ -29,8 +29,9 @@ from stages.context import StageConfig
 from stages.evaluate.lm import LanguageModel
 from stages.evaluate.names import ALL_TASKS, default_folder
 from stages.evaluate.scores import TAIL_CHARACTERS
-from stages.evaluate.stage import EvaluateConfig
+from stages.evaluate.stage import RULER_TASKS, EvaluateConfig
 from stages.evaluate.tables import LM_EVAL, RULER, TaskGroup
+from stages.evaluate.tasks.local import MAKERS
 
 logger = logging.getLogger(__name__)
 # Bars only on a terminal.
@@ -82,7 +83,7 @@ def load_tasks(
     `calibration` set.
     """
     section, found = config.section, RecipeTasks()
-    found.tasks = _ruler_tasks(config, tokenizer, folder, state, calibration)
+    found.tasks = _own_tasks(config, tokenizer, folder, state, calibration)
     names = section.lm_eval_tasks
     if not names:
         return found
@@ -214,25 +215,30 @@ def _group(group: Any, is_named: bool) -> TaskGroup:
     return TaskGroup(tasks, metrics, bool(rule.weight_by_size), is_named)
 
 
-def _ruler_tasks(
+def _own_tasks(
     config: StageConfig[EvaluateConfig],
     tokenizer: Any,
     folder: Path,
     state: PartialState,
     calibration: CalibrationNeedles | None,
 ) -> list[AskedTask]:
-    """RULER's tasks by length; the files of rows are dealt to the ranks."""
+    """RULER's tasks, NoLiMa and MRCR by length; the files of rows are dealt to the ranks."""
     section = config.section
-    ruler, names = section.ruler, section.ruler_tasks
+    ruler, names = section.ruler, section.own_tasks
     if not names:
         return []
     every = list(itertools.product(ruler.lengths, names))
     corpus = ruler_corpus(section)
 
     def rows(task: str, length: int) -> Iterator[dict[str, Any]]:
+        count, seed, new_tokens = ruler.samples, config.seed, ruler.new_tokens(task)
+        if task in MAKERS:
+            folder = Path(section.data[task])
+            yield from MAKERS[task](folder, length, count, seed, new_tokens, tokenizer)
+            return
         made = make_rows(
-            task, length, ruler.samples, seed=config.seed, new_tokens=ruler.new_tokens(task),
-            corpus=corpus, tokenizer=tokenizer,
+            task, length, count, seed=seed, new_tokens=new_tokens, corpus=corpus,
+            tokenizer=tokenizer,
         )  # fmt: skip
         for number, row in enumerate(made):
             if calibration is not None:
@@ -254,9 +260,13 @@ def _ruler_tasks(
         raise faults[0][0]("\n".join(text for _, text in faults))
     count = min(ruler.samples, section.limit or ruler.samples)
     return [
-        AskedTask(RULER, task, length, count, _builder(folder, task, length, section))
+        AskedTask(_suite(task), task, length, count, _builder(folder, task, length, section))
         for length, task in every
     ]
+
+
+def _suite(task: str) -> str:
+    return RULER if task in RULER_TASKS else LM_EVAL
 
 
 def ruler_corpus(section: EvaluateConfig) -> Corpus:

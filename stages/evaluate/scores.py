@@ -138,30 +138,23 @@ class Scores(WorkSummary):
     def failed_models(self) -> dict[str, str]:
         return self.missing.get(FAILED_MODELS, {})
 
-    def notes(self, *suites: str) -> list[str]:
-        """Remarks on missing scores and truncated prompts, in all suites or in `suites`."""
+    def notes(self) -> list[str]:
+        """Remarks on missing scores and truncated prompts."""
         notes = [
             f"{suite}: {task} has no score: {reason}"
             for suite, tasks in self.missing.items()
-            if suite in (suites or self.missing)
             for task, reason in tasks.items()
         ]
-        for tables in self.checkpoints.values():
-            for suite in [name for name in tables if name in (suites or tables)]:
-                for task, by_length in tables[suite].tasks.items():
-                    notes += [
-                        f"{suite}: of {task} {score.cut:,} of {score.samples:,} samples are longer "
-                        "than the model reads, and lost their beginning"
-                        for score in by_length.values()
-                        if score.cut
-                    ]
+        notes += [
+            f"{suite}: of {task} {score.cut:,} of {score.samples:,} samples are longer than the "
+            "model reads, and lost their beginning"
+            for tables in self.checkpoints.values()
+            for suite, table in tables.items()
+            for task, by_length in table.tasks.items()
+            for score in by_length.values()
+            if score.cut
+        ]
         return list(dict.fromkeys(notes))
-
-    @property
-    def last_trained(self) -> str | None:
-        """Name of the checkpoint with the most training tokens."""
-        trained = [name for name in self.checkpoints if checkpoint_tokens(name) is not None]
-        return max(trained, key=lambda name: checkpoint_tokens(name) or 0, default=None)
 
     @property
     def averages(self) -> dict[str, dict[str, float]]:

@@ -15,16 +15,26 @@ from pydantic import AfterValidator, Field
 from bosch.errors import UserError
 from bosch.model.yarn import original_positions, yarn_fault
 from data_prep.source_files import files_below
-from data_prep.tasks.tables import DATA_FILES, NEW_TOKENS, NeedleTask, RulerTask
+from data_prep.tasks import tables
+from data_prep.tasks.tables import DATA_FILES, NeedleTask, RulerTask
 from stages.evaluate.chat import ChatConfig, template_of
-from stages.evaluate.presets import PRESETS, PresetName
 from stages.faults import Fault
 from stages.fields import Count, Flag, Line, Number, PathText, Section, different
 from stages.inputs import Hasher, Input, hashed_files, prose
 from stages.stage import LoadedRecipe, Recipe, Stage, model_processes, position_faults
 from stages.versions import installed_versions
 
+PresetName = Literal["short", "long", "reasoning"]
+
+PRESETS: dict[PresetName, tuple[str, ...]] = {
+    "short": ("mmlu", "ai2_arc", "hellaswag", "winogrande", "gsm8k"),
+    "long": ("longbench", "longbench2", "graphwalks_128k", "infinitebench"),
+    # Minerva's version: hendrycks_math500 does not accept an answer in \\boxed.
+    "reasoning": ("minerva_math500", "aime24", "aime25"),
+}
 RULER_TASKS: tuple[str, ...] = get_args(RulerTask)
+LocalTask = Literal["nolima", "mrcr"]
+NEW_TOKENS = {**tables.NEW_TOKENS, "nolima": 192, "mrcr": 600}
 _DATA_PACKAGE = partial(installed_versions, ["transformers"])
 
 
@@ -63,44 +73,35 @@ class RulerConfig(Section):
 
     def faults(self, loaded: LoadedRecipe, evaluate: EvaluateConfig) -> Iterator[Fault]:
         """Lengths without room for an answer, and lengths beyond the model's positions."""
-        in_chat, tasks = evaluate.apply_chat_template, evaluate.ruler_tasks
-        where = "evaluate.ruler"
+        where, in_vllm = "evaluate.ruler", evaluate.engine == "vllm"
         for length in set(self.yarn) - set(self.lengths):
             yield Fault(f"{where}.yarn", f"{length:,} is not among {where}.lengths")
-        fault = yarn_fault(loaded.info.config) if loaded.info is not None and self.yarn else None
-        if self.yarn and evaluate.engine == "vllm":
-            fault = "evaluate.engine must be hf"
-        if fault is not None:
+        fault = yarn_fault(loaded.info.config) if loaded.info is not None else None
+        fault = "evaluate.engine must be hf" if in_vllm else fault
+        if self.yarn and fault is not None:
             yield Fault(f"{where}.yarn", f"RoPE cannot be stretched: {fault}")
         trained = self._trained_length(loaded) or loaded.positions
-        new_tokens = max(map(self.new_tokens, tasks))
+        new_tokens = max(map(self.new_tokens, evaluate.own_tasks))
+        # A chat template adds tokens; vLLM counts a prompt's BOS, and the last token of its answer.
+        spare = 2 * evaluate.apply_chat_template or int(in_vllm)
         for length in self.lengths:
-            factor = self.yarn.get(length)
-            limit = loaded.positions if factor is None else trained and trained * factor
             if new_tokens >= length:
                 yield Fault(
                     f"{where}.max_new_tokens",
                     f"{new_tokens:,} leaves no room for a prompt in {where}.lengths = {length:,}",
                 )
-            # vLLM counts a prompt's BOS, and the last token of its answer.
-            spare = 2 * in_chat or int(evaluate.engine == "vllm")
-            if limit is None or length <= limit - spare:
-                continue
-            text = f"the model's {limit:,} positions"
+            factor, limit = self.yarn.get(length), loaded.positions
+            text, place = f"the model's {limit or 0:,} positions", f"{where}.lengths"
             if factor is not None:
-                text = f"{factor:g} times the {trained:,} that YaRN stretches"
-            place = f"{where}.{'lengths' if factor is None else 'yarn'}"
-            example = f"{{{length}: {math.ceil(length / (trained or 1))}}}"
-            if length > limit:
+                limit, place = trained and int(trained * factor), f"{where}.yarn"
+                text = f"{factor:g} times the {trained or 0:,} that YaRN stretches"
+            if limit is not None and length > limit - spare:
+                more = " with the template or vLLM's BOS" if spare else ""
+                example = f"{{{length}: {math.ceil((length + spare) / (trained or 1))}}}"
                 yield Fault(
-                    place, f"{length:,} is more than {text}; set {where}.yarn, like {example}"
-                )
-            else:
-                cause = "evaluate.apply_chat_template" if in_chat else "a prompt's BOS in vLLM"
-                yield Fault(
-                    f"{where}.lengths",
-                    f"{length:,} leaves no room for {cause} in {text}; lower it by about a "
-                    f"hundred, or set a larger factor in {where}.yarn",
+                    place,
+                    f"{length:,}{more} is more than {text}; lower it, or set {where}.yarn, like "
+                    f"{example}",
                 )
 
     def _trained_length(self, loaded: LoadedRecipe) -> int | None:
@@ -159,9 +160,16 @@ def _other_name(name: str) -> str:
     return name
 
 
-def _model_folders(evaluate: Any, models: dict[str, str], hasher: Hasher) -> dict[str, Any] | None:
-    files = {folder: sorted(files_below(Path(folder))) for folder in models.values()}
-    return {name: hashed_files(at, files[at], hasher) for name, at in models.items()} or None
+def _folders(evaluate: Any, places: dict[str, str], hasher: Hasher) -> dict[str, Any] | None:
+    files = {folder: sorted(files_below(Path(folder))) for folder in places.values()}
+    return {name: hashed_files(at, files[at], hasher) for name, at in places.items()} or None
+
+
+def _check_data(evaluate: Any, data: dict[str, str]) -> None:
+    patterns = {"nolima": ["needle_set.json"], "mrcr": ["**/*.parquet", "**/*.jsonl"]}
+    for task, folder in data.items():
+        if not any(any(Path(folder).glob(pattern)) for pattern in patterns[task]):
+            raise UserError(f"{task}: {folder} has no {' or '.join(patterns[task])}")
 
 
 def _check_models(evaluate: Any, models: dict[str, str]) -> None:
@@ -179,8 +187,8 @@ class EvaluateConfig(ChatConfig):
     tasks: Annotated[list[Line], AfterValidator(different)] = Field(
         default=list(get_args(NeedleTask))
     )
-    """Tasks, groups and tags of lm-eval, of include_path, and RULER's thirteen tasks (ruler: all),
-    which stand in place of lm-eval's tasks with these names."""
+    """Tasks, groups and tags of lm-eval, of include_path, nolima, mrcr, and RULER's thirteen tasks
+    (ruler: all), which stand in place of lm-eval's tasks with these names."""
     presets: Annotated[list[PresetName], AfterValidator(different)] = Field(default=[])
     """Lists of lm-eval's tasks, added to tasks: short (MMLU, ARC, HellaSwag, WinoGrande, GSM8K),
     long (LongBench v1 and v2, GraphWalks, InfiniteBench), reasoning (MATH500, AIME)."""
@@ -202,10 +210,13 @@ class EvaluateConfig(ChatConfig):
     positions: PositionConfig | None = None
     models: Annotated[
         dict[Annotated[Line, AfterValidator(_other_name)], PathText],
-        Input(_model_folders, _check_models),
+        Input(_folders, _check_models),
     ] = Field(default={})
     """Folders of other models of Hugging Face by name, scored with the original, on the same
     questions by their own tokenizer; they have no loss by position."""
+    data: Annotated[dict[LocalTask, PathText], Input(_folders, _check_data)] = Field(default={})
+    """Folders with the data of nolima (needle_set.json and haystack/ of NoLiMa) and mrcr (files of
+    openai/mrcr, Parquet or JSON lines); both have the lengths, samples and seed of ruler."""
 
     def completed(self, recipe: Recipe) -> Self:
         """The section with the tasks of `ruler` and of its presets."""
@@ -218,9 +229,14 @@ class EvaluateConfig(ChatConfig):
         return [task for task in self.tasks if task in RULER_TASKS]
 
     @property
+    def own_tasks(self) -> list[str]:
+        """RULER's tasks, NoLiMa and MRCR, which have lengths."""
+        return [task for task in self.tasks if task in NEW_TOKENS]
+
+    @property
     def lm_eval_tasks(self) -> list[str]:
-        """All tasks, groups and tags but RULER's."""
-        return [task for task in self.tasks if task not in RULER_TASKS]
+        """All other tasks, groups and tags."""
+        return [task for task in self.tasks if task not in NEW_TOKENS]
 
 
 def _faults(loaded: LoadedRecipe) -> Iterator[Fault]:
@@ -228,8 +244,10 @@ def _faults(loaded: LoadedRecipe) -> Iterator[Fault]:
     yield from evaluate.faults("evaluate")
     if not evaluate.tasks and evaluate.positions is None:
         yield Fault("evaluate.tasks", "names nothing to evaluate; set tasks, presets or positions")
-    if evaluate.ruler_tasks:
+    if evaluate.own_tasks:
         yield from evaluate.ruler.faults(loaded, evaluate)
+    for task in {*evaluate.own_tasks} & {*get_args(LocalTask)} - {*evaluate.data}:
+        yield Fault("evaluate.data", f"{task} needs a folder: data: {{{task}: FOLDER}}")
     if evaluate.positions is not None:
         yield from position_faults(loaded, "evaluate.positions.length", evaluate.positions.length)
 

@@ -58,7 +58,7 @@ def test_a_report_in_which_the_hybrid_ran_out_of_memory(
     ("options", "sentence"),
     [
         (["no/such/model"], "no/such/model"),
-        (["--ratios", "0.5,2"], "--ratios: expected a value at most 1, found "),
+        (["--ratios", "0.5,2"], "--ratios: expected less than or equal to 1, found "),
         (["--dtype", "int3"], "--dtype: expected float32, bfloat16, float16, found 'int3'"),
         (["--lengths", "4k,long"], "--lengths: 'long' is not a count"),
         (["--sinks", "2147483647"], "--windows and --sinks: window_size and sinks are 1,024 with"),

@@ -85,7 +85,7 @@ def test_a_plan_needs_neither_data_nor_weights_and_lists_missing_data(
     assert fault in printed and "model.path: " in printed
 
 
-@pytest.mark.parametrize("name", ["status", "validate", "plan"])
+@pytest.mark.parametrize("name", ["status", "validate"])
 def test_with_json_only_json_is_printed(
     case: Case, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -204,13 +204,8 @@ def test_measure_prints_its_report_as_json_or_its_place(
 
 
 def test_plan_uses_the_given_efficiency(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
-    def hours(efficiency: str) -> float:
-        arguments = ["plan", str(case.file), "--hardware", "h100x8", "--json"]
-        assert main([*arguments, "--efficiency", efficiency]) == 0
-        stages = json.loads(capsys.readouterr().out)["stages"]
-        return next(stage["hours"] for stage in stages if stage["stage"] == "search")
-
-    assert hours("0.5") > hours("1") > 0
+    assert main(["plan", str(case.file), "--hardware", "h100x8", "--efficiency", "0.5"]) == 0
+    assert "on 8 x h100, at 0.5 of its peak" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         main(["plan", str(case.file), "--efficiency", "nan"])
     assert "--efficiency: expected a share above 0 and at most 1" in capsys.readouterr().err
@@ -244,20 +239,6 @@ def test_new_quotes_names_that_yaml_reads_otherwise(name: str, here: Case) -> No
     loaded = load_recipe("quoted.yaml", input_files=False, env={})
     assert loaded.recipe.model.path == str(here.folder / name)
     assert loaded.recipe[PrepareConfig].sources[0].path == str(here.folder / name)
-
-
-def test_new_names_the_files_that_are_not_read(
-    here: Case, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree("model", "a model \u00e9")
-    Path("mixed").mkdir()
-    for name in ("a.txt", "b.jsonl", "c.txt"):
-        Path("mixed", name).write_text('{"text": "some"}\n')
-    assert main(["new", "a model \u00e9", "--data", "mixed"]) == 0
-    assert Path("my_a_model_.yaml").is_file()
-    assert "--data mixed: files not read: 2, like a.txt" in capsys.readouterr().out
-    assert main(["new", "model", "--data", "corpus"]) == 0
-    assert "not read" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -356,20 +337,13 @@ def test_new_writes_paths_from_the_recipe_and_at_most_4096_tokens(
         assert content["prepare"]["sequence_length"] == lengths[-1]
 
 
-@pytest.mark.parametrize(("shown", "rank"), [(False, 0), (True, 0), (True, 3)])
-def test_steps_are_in_the_log_and_with_verbose_on_the_first_ranks_terminal(
-    shown: bool,
-    rank: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("rank", [0, 3])
+def test_steps_are_in_the_log_and_progress_on_the_first_ranks_terminal(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv("BOSCH_SHOW_STEPS", raising=False)
     monkeypatch.setattr(os, "environ", {**os.environ})
     os.environ.pop("TRANSFORMERS_VERBOSITY", None)
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    if shown:
-        monkeypatch.setenv("BOSCH_SHOW_STEPS", "1")
     monkeypatch.setattr(logging, "raiseExceptions", True)
     log.configure("info", tmp_path / "stage.log", rank)
     assert not logging.raiseExceptions, "a full disk would print a traceback"
@@ -378,8 +352,7 @@ def test_steps_are_in_the_log_and_with_verbose_on_the_first_ranks_terminal(
     logging.getLogger("stages.train").warning("no data")
     logging.getLogger("bosch.progress").info("train: 7/9 steps")
     terminal, file = capsys.readouterr().err, (tmp_path / "stage.log").read_text()
-    assert ("step 7" in terminal) == (shown and rank == 0)
-    assert ("train: 7/9 steps" in terminal) == (rank == 0)
+    assert "step 7" not in terminal and ("train: 7/9 steps" in terminal) == (rank == 0)
     assert "no data" in terminal and terminal.startswith("[rank 3] ") == (rank == 3)
     assert "[rank" not in file
     assert "step 7" in file and "no data" in file and "train: 7/9 steps" in file

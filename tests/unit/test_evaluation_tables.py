@@ -27,12 +27,6 @@ def lines(task: str, *scores: float, length: int = 0, **more: Any) -> list[dict[
     ]  # fmt: skip
 
 
-def test_the_last_checkpoint_is_the_one_with_the_most_tokens() -> None:
-    names = ("tokens-10000", "tokens-2000", "hybrid")
-    assert Scores(checkpoints={name: {} for name in names}).last_trained == "tokens-10000"
-    assert Scores(checkpoints={"hybrid": {}}).last_trained is None
-
-
 def test_losses_are_compared_only_if_as_many_documents_were_read() -> None:
     table = position_table(2, [[1.0], [2.0]], [[0.5], [1.0]])
     assert [interval["mean"] for interval in table["difference"]] == [0.75]
@@ -174,4 +168,3 @@ def test_cut_prompts_are_counted_and_reported_once() -> None:
     for task, note in zip("cd", notes, strict=True):
         start = f"lm_eval: of {task} 1 of 1 samples are longer than the model reads"
         assert note.startswith(start)
-    assert scores.notes("ruler") == [] and scores.notes("lm_eval") == notes

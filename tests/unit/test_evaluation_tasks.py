@@ -14,17 +14,18 @@ from lm_eval.tasks import TaskManager
 from bosch.errors import RunError, UserError
 from bosch.model.loading import load_model
 from data_prep.documents.calibration import CalibrationNeedles
-from data_prep.tasks.ruler import Corpus, make_rows, ruler_task
-from data_prep.tasks.tables import NEW_TOKENS, RulerTask
+from data_prep.tasks.ruler import Corpus, make_rows, ruler_task, write_rows
+from data_prep.tasks.tables import RulerTask
 from data_prep.text import TokenCounter, haystack_words
 from stages.context import Runtime
 from stages.evaluate import load
 from stages.evaluate.load import OWN_TASKS, ask, load_tasks, mean_metrics
 from stages.evaluate.models import process_state
 from stages.evaluate.names import unknown
-from stages.evaluate.presets import PRESETS
+from stages.evaluate.stage import NEW_TOKENS, PRESETS, LocalTask
+from stages.evaluate.tasks.local import MAKERS
 from tests.evaluation_case import evaluation, language_model, write_tasks
-from tests.tiny_data import save_tiny_model, tiny_tokenizer
+from tests.tiny_data import byte_tokenizer, save_tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def loaded(folder: Path, *tasks: str, work: Path | None = None, **section: Any) 
 def test_lm_eval_has_all_tasks_of_the_presets_and_ours_have_rulers_answers() -> None:
     assert unknown([name for names in PRESETS.values() for name in names], []) == {}
     manager = TaskManager(include_path=str(OWN_TASKS), include_defaults=False)
-    assert set(manager.all_tasks) == set(get_args(RulerTask))
+    assert set(manager.all_tasks) == {*get_args(RulerTask), *get_args(LocalTask)}
     for name, entry in manager.task_index.items():
         assert entry.cfg["generation_kwargs"]["max_gen_toks"] == NEW_TOKENS[name]
 
@@ -204,3 +205,52 @@ def test_a_task_of_lm_eval_reads_local_data_by_an_own_file(folder: Path, tmp_pat
     task = asked.build()
     assert asked.documents == 6 and task.config.num_fewshot == 5
     assert task.process_results(row, ["4"])["exact_match"] == 1.0
+
+
+def test_nolimas_prompt_and_score_are_as_by_hand(folder: Path, tmp_path: Path) -> None:
+    """A token is a byte: at 48 % of 40 the first line break is byte 20, 19 from the start."""
+    lines = [f"Line {number} of the book.\n" for number in range(10, 30)]
+    (tmp_path / "haystack").mkdir()
+    (tmp_path / "haystack/book.txt").write_text("".join(lines))
+    needle = {
+        "id": "0401", "needle": "{CHAR} keeps a {1}.", "questions": {"onehop": "Who has a {2}?"},
+        "character_set": ["Yuki"], "tests": {"T1": {"input_args": ["lute", "bow"]}},
+        "task_template": "Read {haystack}\n{question}", "system_prompt": "",
+    }  # fmt: skip
+    (tmp_path / "needle_set.json").write_text(json.dumps([needle]))
+    rows = list(MAKERS["nolima"](tmp_path, 40, 99, 0, 9, byte_tokenizer()))
+    assert len(rows) == 26  # depths
+    text = "Read ine 10 of the book. Yuki keeps a lute.\nLine 11 of the book.\nWho has a bow?"
+    assert rows[12] == {"prompt": text, "prefix": "", "answers": ["Yuki"]}
+    asked = {"tasks": ["nolima"], "data": {"nolima": str(tmp_path)}}
+    ruler = {"lengths": [40], "samples": 2, "max_new_tokens": 9}
+    [one] = loaded(folder, work=tmp_path / "rows", ruler=ruler, **asked).tasks
+    task = one.build()
+    assert (one.suite, one.length, len(task.eval_docs)) == ("lm_eval", 40, 2)
+    for output, score in (("It is Yuki.", 1.0), ("yuki", 0.0)):
+        assert task.process_results(task.eval_docs[0], [output]) == {"score": score}
+
+
+def test_mrcrs_prompt_and_score_are_as_by_hand(tmp_path: Path) -> None:
+    """Of conversations that fit into a length with their answer, and not into half of it."""
+    turns = [{"role": "user", "content": "A poem."}, {"role": "assistant", "content": "Roses."}]
+    rows = [
+        {"prompt": json.dumps(turns * times), "answer": "xyzRoses.",
+         "random_string_to_prepend": "xyz"}
+        for times in (1, 3, 4)
+    ]  # fmt: skip
+    (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    talk = "User: A poem.\n\nAssistant: Roses.\n\n"
+    prompt = f"{talk * 3}Assistant:"
+    [found] = MAKERS["mrcr"](tmp_path, len(prompt) + 9, 9, 0, 9, byte_tokenizer())
+    assert found["prompt"] == prompt
+    write_rows(tmp_path / "mrcr-99.jsonl", iter([found]))
+    metadata: Any = {"files": str(tmp_path), "length": 99}
+    manager = TaskManager(include_path=str(OWN_TASKS), include_defaults=False, metadata=metadata)
+    task = manager.load(["mrcr"])["tasks"]["mrcr"]
+    task.set_fewshot_seed(0)
+    task.build_all_requests()
+    assert task.instances[0].args[0] == prompt
+    for output, score in (("xyzRoses.", 1.0), (" xyzRose", 2 * 4 / (4 + 6)), ("Roses.", 0.0)):
+        found_score = task.process_results(task.eval_docs[0], [output])["score"]
+        assert found_score == pytest.approx(score)

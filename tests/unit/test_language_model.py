@@ -13,7 +13,6 @@ from lm_eval.tasks import TaskManager
 from tokenizers.processors import TemplateProcessing
 from transformers import GenerationMixin
 
-from bosch.errors import UserError
 from bosch.masks import HeadMask
 from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
@@ -205,15 +204,6 @@ def test_a_template_with_todays_date_makes_the_same_prompts_every_day(folder: Pa
     assert lm.prompt("Hi", "") == "26 Jul 2024<user>Hi</user><assistant>"
 
 
-def test_a_template_with_a_token_without_an_embedding_is_refused(folder: Path) -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.add_tokens("<assistant>")
-    assert language_model(folder, tokenizer=tokenizer)
-    with pytest.raises(UserError, match=r"makes token 512, and the model has 512 embeddings"):
-        language_model(folder, tokenizer=tokenizer, apply_chat_template=True)
-
-
 def test_a_prompt_that_loses_its_beginning_is_noted_and_of_ruler_refused(
     model: Any, tmp_path: Path
 ) -> None:
@@ -251,9 +241,3 @@ def test_nan_logits_are_an_error(model: Any, tmp_path: Path) -> None:
         generated(lm, ["One"], 2)
     with pytest.raises(ModelError, match="no numbers"):
         lm.loglikelihood([Instance("loglikelihood", {}, ("One", " two"), 0, ("task", 0, 1))])
-
-
-def test_end_tokens_are_ids(model: Any) -> None:
-    model.generation_config.eos_token_id = ["</s>"]
-    with pytest.raises(ModelError, match=r"eos_token_id .* is \['</s>'\]"):
-        language_model(model)

@@ -25,10 +25,6 @@ from tests.tiny_data import save_tiny_model
     ("damage", "expected"),
     [
         (lambda c: (c.model / "config.json").unlink(), "has no config.json"),
-        (
-            lambda c: (c.model / "config.json").rename(c.model / "model.gguf"),
-            "python -m recipes.smollm2.from_package",
-        ),
         (lambda c: (c.model / "config.json").write_text("{"), "cannot be read as JSON"),
         (lambda c: (c.model / "config.json").write_text("[]"), "expected a JSON object"),
         (lambda c: (c.model / "tokenizer.json").unlink(), "has no tokenizer files"),

@@ -134,9 +134,9 @@ def test_all_faults_of_fields_are_reported_at_once(case: Case) -> None:
             "search.swa_ratoi: unknown key; did you mean swa_ratio?",
             "search.solver: expected ",
             "train.learning_rate: 'fast' is not a number",
-            "evaluate.ruler.samples: expected a value greater than 0, found 0",
+            "evaluate.ruler.samples: expected greater than 0, found 0",
             "runtime.log_level: expected debug, info, warning, found 'loud'",
-            "seed: expected a value at least 0, found -1",
+            "seed: expected greater than or equal to 0, found -1",
             "name: 'store' is reserved for the store",
             "typo: unknown key",
         ],
@@ -182,7 +182,7 @@ def test_vllm_needs_its_package_room_for_a_token_more_and_no_sinks(case: Case) -
     assert "vllm is not installed here; launch/setup_engine.sh vllm" in fits
     asked = ["evaluate.ruler.lengths=[512,1024]", "evaluate.ruler.yarn={1024: 2}", "search.sinks=4"]
     message = case.fault(vllm, *asked)
-    assert "evaluate.ruler.lengths: 512 leaves no room for a prompt's BOS in vLLM" in message
+    assert "evaluate.ruler.lengths: 512 with the template or vLLM's BOS is more than" in message
     assert "evaluate.ruler.yarn: RoPE cannot be stretched: evaluate.engine must be hf" in message
     assert "evaluate.engine: vllm serves no hybrid with search.sinks" in message
 

@@ -103,25 +103,6 @@ def test_damage_is_found(store: Store, harm: Any, expected: str) -> None:
     assert store.damage("search", KEY, store.hasher()) == expected
 
 
-@pytest.mark.parametrize(
-    "harm", [lambda f: (f / "x").symlink_to("b.txt"), lambda f: os.mkfifo(f / "x")]
-)
-def test_only_regular_files_are_published(store: Store, harm: Any) -> None:
-    work = fill(store)
-    (work / "empty" / "deep").mkdir(parents=True)
-    harm(work)
-    with pytest.raises(RunError, match="x is no regular file"):
-        store.publish("search", DOCUMENT, {}, store.hasher())
-    with pytest.raises(
-        RunError, match=r"its work directory .* cannot be published: x is no regular file"
-    ):
-        store.begin("search", KEY)
-    (work / "x").unlink()
-    folder = store.publish("search", DOCUMENT, {}, store.hasher())
-    assert not (folder / "empty").exists()
-    assert store.damage("search", KEY, store.hasher()) is None
-
-
 # A killed attempt may have left a half-written file, which is removed.
 @pytest.mark.parametrize("newest", ["b.txt", ".tmp-0", "manifest.json", None])
 def test_time_of_attempts_without_a_result_counts(
@@ -174,7 +155,7 @@ def test_hashes_are_kept_and_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert FileHasher(cache, budget_bytes=0).sha256(file) == digest
     [known] = json.loads(cache.read_text()).values()
     with cache.open("a") as more:  # a corpus of 300,000 files
-        more.truncate(cache.stat().st_size - 2)
+        more.truncate(cache.stat().st_size - 1)
         more.write(f',"{"x" * 2**26}":{json.dumps(known)}}}')
     assert FileHasher(cache, budget_bytes=0).sha256(file) == digest
     for place in range(len(known) - 1):  # size, both times, inode, device
@@ -313,13 +294,3 @@ def test_work_on_other_inputs_is_discarded(store: Store) -> None:
         assert [path.name for path in work.iterdir()] == kept
         (work / "part.txt").touch()
         (work / ".tmp-left").touch()  # by a killed process
-
-
-def test_old_temporary_files_are_removed(store: Store) -> None:
-    old, new = store.root / "store" / ".tmp-old", store.root / "store" / "search" / ".tmp-new"
-    for path in (old, new):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("part")
-    os.utime(old, (1, 1))
-    store.tidy("tiny")
-    assert not old.exists() and new.exists()

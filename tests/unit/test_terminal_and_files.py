@@ -26,7 +26,6 @@ from bosch.files import (
     make_folder,
     make_symlink,
     read_json,
-    remove_old_temporaries,
     replacing,
     write_json,
 )
@@ -96,18 +95,6 @@ def test_a_command_that_runs_out_of_space_says_where(
     assert os.listdir(folder) == []
 
 
-def test_a_target_that_may_not_be_written_is_named(
-    case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(case.folder)
-    monkeypatch.setattr(os, "access", lambda path, mode: path != case.folder)
-    assert cli.main(["new", str(case.model)]) == 2
-    assert (
-        capsys.readouterr().err
-        == f"error: --output my_model.yaml: {case.folder} cannot be written to\n"
-    )
-
-
 def test_a_folder_that_another_process_makes_at_the_same_time_is_no_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,19 +105,6 @@ def test_a_folder_that_another_process_makes_at_the_same_time_is_no_failure(
 
     monkeypatch.setattr(Path, "is_dir", made_after_the_check)
     make_folder(tmp_path / "a" / "b")
-
-
-def test_a_folder_in_which_a_file_grows_is_not_old(tmp_path: Path) -> None:
-    """The folder's own time stays the same while a file in it grows."""
-    file = tmp_path / ".tmp-00000000-1-0" / "shard"
-    file.parent.mkdir()
-    file.touch()
-    os.utime(file.parent, (1, 1))
-    remove_old_temporaries(tmp_path, 3600)
-    assert file.exists()
-    os.utime(file, (1, 1))
-    remove_old_temporaries(tmp_path, 3600)
-    assert not file.parent.exists()
 
 
 def test_a_link_does_not_count_as_finished_work(tmp_path: Path) -> None:

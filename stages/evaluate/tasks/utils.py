@@ -1,4 +1,4 @@
-"""Rows and scores of RULER's tasks, for lm-eval."""
+"""Rows of the tasks of this folder, and scores of RULER's, for lm-eval."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 
 from data_prep.tasks.needles import string_match
 from data_prep.tasks.ruler import Corpus, make_rows, read_rows
-from data_prep.tasks.tables import NEW_TOKENS
 from data_prep.text import haystack_words
+from stages.evaluate.stage import NEW_TOKENS
+from stages.evaluate.tasks.local import MAKERS
 
 
 def rows(
@@ -31,14 +32,17 @@ def rows(
     else:
         from transformers import AutoTokenizer
 
-        corpus = Corpus(haystack_words(essay_dir), Path(data_dir) if data_dir else None)
         loaded = AutoTokenizer.from_pretrained(tokenizer or other["pretrained"])
-        found = list(
-            make_rows(
-                task, length, samples, seed=seed, new_tokens=max_new_tokens or NEW_TOKENS[task],
-                corpus=corpus, tokenizer=loaded,
-            )
-        )  # fmt: skip
+        new_tokens, folder = max_new_tokens or NEW_TOKENS[task], Path(data_dir or ".")
+        if task in MAKERS:
+            made = MAKERS[task](folder, length, samples, seed, new_tokens, loaded)
+        else:
+            corpus = Corpus(haystack_words(essay_dir), folder if data_dir else None)
+            made = make_rows(
+                task, length, samples, seed=seed, new_tokens=new_tokens, corpus=corpus,
+                tokenizer=loaded,
+            )  # fmt: skip
+        found = list(made)
     return {"test": Dataset.from_list(found)}
 
 
