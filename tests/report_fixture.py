@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 
 from bosch.journal import Journal
 from bosch.mask_files import HeadMaskFile, HeldOut
-from bosch.model.cache_size import CacheSize
 from bosch.window import Window
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.evaluate.scores import HYBRID, ORIGINAL, Scores
@@ -123,18 +121,8 @@ def publish_front(root: Path) -> dict[str, Path]:
         for step, phase in enumerate(phases, start=1)
     ]  # fmt: skip
     SearchSummary.model_validate(searched).write(inputs["search"])
-    heads = sum(map(Counter, mask.layers), Counter[Window | None]())
-    size = CacheSize(bytes_per_head=BYTES_PER_HEAD, heads=heads)
     summary = json.loads((inputs["materialize"] / "summary.json").read_text())
-    budget = {
-        "tokens": 2048, "bytes": size.dynamic(2048),
-        "original": size.original(2048), "allowed": size.dynamic(2048),
-    }  # fmt: skip
-    changes = {
-        "budget": budget, "point": 2, "kv_cache_bytes_per_token_after": size.per_token,
-        "sliding_bytes_constant": size.sliding_bytes,
-    }  # fmt: skip
-    MaterializeSummary.model_validate(summary | changes).write(inputs["materialize"])
+    MaterializeSummary.model_validate(summary | {"point": 2}).write(inputs["materialize"])
     efficiency = json.loads((inputs["measure"] / Efficiency.FILE).read_text())
     *others, original, hybrid = efficiency["points"]
     none = dict.fromkeys(hybrid["over_original"])
@@ -264,12 +252,9 @@ def _evaluate_subproblem(
 
 def _materialize(folder: Path, layers: int, heads: int) -> None:
     total = layers * heads
-    sliding = sum(map(len, sliding_heads(layers, heads)))
     summary = {
         "parameters": 7_345_920,
         "kv_cache_bytes_per_token_before": total * BYTES_PER_HEAD,
-        "kv_cache_bytes_per_token_after": (total - sliding) * BYTES_PER_HEAD,
-        "sliding_bytes_constant": sliding * BYTES_PER_HEAD * 127,
     }
     MaterializeSummary.model_validate(summary).write(folder)
     (folder / MODEL).mkdir()

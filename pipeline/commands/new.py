@@ -15,11 +15,10 @@ from pathlib import Path
 
 from bosch.commands import Command
 from bosch.errors import UserError
-from bosch.files import read_json, write_text
+from bosch.files import write_text
 from data_prep.documents.sources import KINDS, Source, text_field
 from data_prep.documents.sources.mds import INDEX
 from data_prep.source_files import files_below
-from pipeline.commands.paths import typed_path
 from pipeline.recipe.load import ROOT, load_recipe
 from pipeline.recipe.model_shape import read_model
 from pipeline.recipe.yaml_file import parse_yaml
@@ -119,7 +118,7 @@ def run(options: argparse.Namespace) -> int:
         )
     length = 1 << length.bit_length() - 1  # a power of two
     write_text(file, recipe_text(file, options.model, options.data, source, length))
-    print(f"{typed_path(file.absolute())}: written; check it, try it, run it:")
+    print(f"{file}: written; check it, try it, run it:")
     for command in ("validate", "plan"):
         print(f"  bosch {command} {shlex.quote(str(file))}")
     print(f"  {_smoke(file)}\n  bosch run {shlex.quote(str(file))}")
@@ -143,8 +142,6 @@ def recipe_text(
         if source.path != data:
             path = os.path.join(glob.escape(path), _JSON_BELOW)
         fields = {"name": source.name, "kind": source.kind, "path": path}
-        if source.split != "train":
-            fields["split"] = source.split
         if source.text_field != Source.text_field:
             fields["text_field"] = source.text_field
         text = f"{{{', '.join(f'{name}: {_yaml(value)}' for name, value in fields.items())}}}"
@@ -179,14 +176,12 @@ def _yaml(text: str) -> str:
 def _source_of(data: str) -> Source:
     """The source at a path; raises UserError where no kind fits."""
     path = Path(os.path.expanduser(data))
-    kind, split = _kind(data, path), "train"
+    kind = _kind(data, path)
     if not path.exists():
         return Source("mine", kind, data)
-    if kind == "huggingface":
-        split = _saved_split(path)
     is_json = path.is_dir() and kind == "jsonl" and _holds_json(_names(path))
     pattern = os.path.join(glob.escape(data), _JSON_BELOW) if is_json else data
-    source = Source("mine", kind, os.path.expanduser(pattern), split=split)
+    source = Source("mine", kind, os.path.expanduser(pattern))
     field = source.text_field
     with contextlib.suppress(Exception):  # `run` says why its first document cannot be read
         field = text_field(source)
@@ -203,7 +198,7 @@ def _kind(data: str, path: Path) -> str:
         raise UserError(f"--data {data}: is an empty folder")
     if INDEX in names and any(".mds" in name for name in names):
         return "mds"
-    if any(name.endswith(".arrow") for name in names) and _saved_split(path):
+    if {"dataset_dict.json", "state.json"} & {*names}:  # of save_to_disk
         return "huggingface"
     kinds = [kind for kind, ends in _KINDS.items() if any(name.endswith(ends) for name in names)]
     if len(kinds) > 1:
@@ -211,16 +206,6 @@ def _kind(data: str, path: Path) -> str:
     if kinds:
         return kinds[0]
     return "jsonl" if _holds_json(names) else "text"
-
-
-def _saved_split(folder: Path) -> str:
-    """The training split, or the first one, of a folder by `save_to_disk`; empty for others."""
-    splits = read_json(folder / "dataset_dict.json")
-    if isinstance(splits, dict):
-        names = list(splits.get("splits", ()))
-        return "train" if "train" in names or not names else str(names[0])
-    state = read_json(folder / "state.json")
-    return str(state.get("_split") or "train") if isinstance(state, dict) else ""
 
 
 def _holds_json(names: Sequence[str]) -> bool:

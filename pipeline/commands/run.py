@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+from pathlib import Path
 
 from bosch.files import make_folder
 from pipeline.commands import RecipeCommand
-from pipeline.commands.paths import typed_path
 from pipeline.commands.status import print_states
 from pipeline.run.runner import Runner, RunOptions
 from stages.evaluate.scores import Scores
@@ -58,15 +58,16 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
     results = loaded.output_root / loaded.recipe.name
     make_folder(results)
     ran = runner.run()
-    name, folder = loaded.recipe.name, typed_path(results)
+    name, here = loaded.recipe.name, Path.cwd()
+    folder = results.relative_to(here) if results.is_relative_to(here) else results
     if ran == 0:
         stages = counted(len(runner.chosen), "stage is", "stages are")
         print(f"{name}: nothing to do; {stages} up to date in {folder}")
     else:
         print(f"{name}: finished; the results are in {folder}")
-    page = results / "report" / PAGE
+    page = folder / "report" / PAGE
     if "report" in runner.chosen and page.exists():
-        print(f"report: {typed_path(page)}")
+        print(f"report: {page}")
         # A run with nothing to do may have an output root that is read-only.
         if loaded.world.node_rank == 0 and (ran or os.access(loaded.output_root, os.W_OK)):
             # Imported here, since it loads templates.

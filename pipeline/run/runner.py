@@ -245,9 +245,6 @@ class Runner:
     def _node(self, name: str) -> Node:
         return next(node for node in self.nodes if node.name == name)
 
-    def _output(self, node: Node) -> Path:
-        return self.store.published(node.stage.name, str(node.key))
-
     def order(self, node: Node, work: Path) -> dict[str, Any]:
         """The order for `pipeline.run.worker`, as JSON."""
         recipe, info = node.loaded.recipe, node.loaded.info
@@ -255,6 +252,11 @@ class Runner:
         if info is not None and info.commit is not None:
             model = model.model_copy(update={"revision": info.commit})
         upstream = graph.upstream_of(node.name, self.nodes)
+        outputs = {name: self._node(found) for name, found in node.inputs.items()}
+        inputs = {
+            name: str(self.store.published(one.stage.name, str(one.key)))
+            for name, one in outputs.items()
+        }
         return {
             "stage": node.name,
             "function": node.stage.function,
@@ -267,9 +269,7 @@ class Runner:
                 for key in [*(self._node(name).stage.key for name in upstream), *node.stage.reads]
                 if (section := getattr(recipe, key)) is not None
             },
-            "inputs": {
-                name: str(self._output(self._node(found))) for name, found in node.inputs.items()
-            },
+            "inputs": inputs,
             "work_dir": str(work),
             "log_level": recipe.runtime.log_level,
         }

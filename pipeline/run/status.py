@@ -70,13 +70,6 @@ def contents(node: Node, nodes: Sequence[Node], store: Store) -> dict[str, str]:
     return hashes
 
 
-def replaced_input(manifest: Mapping[str, Any], hashes: Mapping[str, str]) -> str | None:
-    """An input that has had other content since the output was made, by `hashes`; or None."""
-    recorded = manifest.get("inputs", {})
-    changed = (name for name, digest in hashes.items() if recorded.get(name, digest) != digest)
-    return next(changed, None)
-
-
 def inspect_output(
     node: Node, store: Store, hasher: FileHasher, last_key: str | None, inputs: Mapping[str, str]
 ) -> StageState:
@@ -93,9 +86,11 @@ def inspect_output(
         except NotHashed as file:
             damage, reason = None, f"not yet checked: {file}"
         manifest = store.manifest(stage, node.key)
-        if manifest is not None and (name := replaced_input(manifest, inputs)) is not None:
-            reason = f"input {name} was made again, and is not as it was"
-            return StageState(node, "to run", reason)
+        recorded = manifest.get("inputs", {}) if manifest is not None else {}
+        for name, digest in inputs.items():
+            if recorded.get(name, digest) != digest:
+                reason = f"input {name} was made again, and is not as it was"
+                return StageState(node, "to run", reason)
         if damage is None:
             return StageState(node, "cached", reason)
         reason = f"its output is damaged: {damage}"

@@ -176,8 +176,6 @@ def _fault(task: Any, section: EvaluateConfig, positions: int | None) -> str | N
         return "it runs code that the model writes; set evaluate.confirm_run_unsafe_code"
     if getattr(task, "MULTIMODAL", False):
         return "it has pictures or sound"
-    if task.OUTPUT_TYPE == "loglikelihood_rolling":
-        return "it measures perplexity, not a share (evaluate.positions measures loss)"
     if not mean_metrics(task):
         return f"it measures {', '.join(task.aggregation())}, none of which is a mean of documents"
     shots = task.config.num_fewshot

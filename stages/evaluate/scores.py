@@ -40,26 +40,20 @@ class PairedComparison(Record):
 
 
 class MeanScore(Record):
-    """A score in points of 100 with its 95 % interval, and the comparison with the original."""
+    """A score in points of 100 with its 95 % interval, and the comparison with the original.
+
+    `cut` of its samples were truncated at the beginning. A group's is over those of its tasks (`of`
+    is their number) that have a score.
+    """
 
     score: float
     low: float
     high: float
     against_original: PairedComparison | None = None
-
-
-class TaskScore(MeanScore):
-    """Score of one task at one length; `cut` samples were truncated at the beginning."""
-
-    samples: int
+    samples: int = 0
     cut: int = 0
-
-
-class GroupScore(MeanScore):
-    """A group's score over those of its tasks (`of` is their number) that have a score."""
-
-    tasks: list[str]
-    of: int
+    tasks: list[str] = Field(default=[])
+    of: int = 0
 
 
 class SuiteScores(Record):
@@ -69,17 +63,17 @@ class SuiteScores(Record):
     lm-eval's groups.
     """
 
-    __pydantic_extra__: dict[str, dict[int, TaskScore]]
+    __pydantic_extra__: dict[str, dict[int, MeanScore]]
 
     average: float
     low: float | None = None
     high: float | None = None
     against_original: PairedComparison | None = None
     by_length: dict[int, MeanScore] = Field(default={})
-    groups: dict[str, GroupScore] = Field(default={})
+    groups: dict[str, MeanScore] = Field(default={})
 
     @property
-    def tasks(self) -> dict[str, dict[int, TaskScore]]:
+    def tasks(self) -> dict[str, dict[int, MeanScore]]:
         """Scores by task and length (0: no length)."""
         return self.__pydantic_extra__
 

@@ -136,33 +136,28 @@ class PositionConfig(Section):
     transformers' models from their first class on, the longest first."""
 
 
-def _task_folders(evaluate: Any, folders: list[str], hasher: Hasher) -> dict[str, Any] | None:
-    files = {folder: _task_files(folder) for folder in folders}
-    return {name: hashed_files(name, found, hasher) for name, found in files.items()} or None
-
-
-def _task_files(folder: str) -> list[Path]:
-    """A folder's files; caches that Python and lm-eval write there do not count."""
-    if not Path(folder).is_dir():
-        raise UserError(f"there is no folder {folder}")
-    return sorted(path for path in files_below(Path(folder)) if path.suffix != ".pyc")
+def _folders(
+    evaluate: Any, places: list[str] | dict[str, str], hasher: Hasher
+) -> dict[str, Any] | None:
+    """Folders by content; caches that Python and lm-eval write there do not count."""
+    named = places if isinstance(places, dict) else {place: place for place in places}
+    files = {
+        folder: sorted(path for path in files_below(Path(folder)) if path.suffix != ".pyc")
+        for folder in named.values()
+    }
+    return {name: hashed_files(at, files[at], hasher) for name, at in named.items()} or None
 
 
 def _check_task_folders(evaluate: Any, folders: list[str]) -> None:
     for folder in folders:
-        if not any(path.suffix == ".yaml" for path in _task_files(folder)):
-            raise UserError(f"{folder} holds no .yaml file of a task")
+        if not any(Path(folder).rglob("*.yaml")):
+            raise UserError(f"there is no folder {folder} with a .yaml file of a task")
 
 
 def _other_name(name: str) -> str:
     if re.fullmatch(r"original|hybrid|tokens-\d+", name):
         raise ValueError(f"'{name}' names a model of the recipe; choose another name")
     return name
-
-
-def _folders(evaluate: Any, places: dict[str, str], hasher: Hasher) -> dict[str, Any] | None:
-    files = {folder: sorted(files_below(Path(folder))) for folder in places.values()}
-    return {name: hashed_files(at, files[at], hasher) for name, at in places.items()} or None
 
 
 def _check_data(evaluate: Any, data: dict[str, str]) -> None:
@@ -192,7 +187,7 @@ class EvaluateConfig(ChatConfig):
     presets: Annotated[list[PresetName], AfterValidator(different)] = Field(default=[])
     """Lists of lm-eval's tasks, added to tasks: short (MMLU, ARC, HellaSwag, WinoGrande, GSM8K),
     long (LongBench v1 and v2, GraphWalks, InfiniteBench), reasoning (MATH500, AIME)."""
-    include_path: Annotated[list[PathText], Input(_task_folders, _check_task_folders)] = Field(
+    include_path: Annotated[list[PathText], Input(_folders, _check_task_folders)] = Field(
         default=[]
     )
     """Folders with tasks of your own, as lm-eval reads them: YAML files and functions."""

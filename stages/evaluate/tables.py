@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from stages.evaluate.scores import ORIGINAL, is_hybrid
 Record = Mapping[str, Any]
 # Names of suites.
 RULER, LM_EVAL, POSITIONS = "ruler", "lm_eval", "positions"
+_OTHER_SAMPLES = "the original answered other samples of it; run with --force original"
 # One model's records of a task at a length, in the order of the samples.
 Cells = dict[tuple[str, int], list[Record]]
 # Scores that are averaged to one, and the original's scores on the same samples.
@@ -72,8 +73,8 @@ def score_tables(
         for model, found in cells.items():
             # The original and other models answer the same samples, maybe in other templates.
             compared = base if is_hybrid(model) else None
-            for task, reason in _not_compared(found, compared).items():
-                absent.setdefault(suite, {}).setdefault(task, reason)
+            for task in _not_compared(found, compared):
+                absent.setdefault(suite, {}).setdefault(task, _OTHER_SAMPLES)
         for model, found in cells.items():
             left = {k: lines for k, lines in found.items() if k[0] not in absent.get(suite, {})}
             if left:
@@ -96,18 +97,12 @@ def _loss_tables(cells: Mapping[str, Cells]) -> dict[str, Any]:
     return tables
 
 
-def _not_compared(found: Cells, base: Cells | None) -> dict[str, str]:
-    """By task, why it cannot be compared with the original, whose stage may have had other data."""
-    reasons = {}
+def _not_compared(found: Cells, base: Cells | None) -> Iterator[str]:
+    """The tasks of which the original, whose stage may have had other data, has other samples."""
     for key in {*found, *(base or {})} if base is not None else ():
-        own, other = found.get(key), base.get(key) if base is not None else None
-        if other is None:
-            reasons[key[0]] = "the original has no score of it; run with --force original"
-        elif own is None:
-            reasons[key[0]] = "the original alone has a score of it; run with --force original"
-        elif [one["prompt"] for one in own] != [one["prompt"] for one in other]:
-            reasons[key[0]] = "the original answered other samples of it; run with --force original"
-    return reasons
+        own, other = ([one["prompt"] for one in cells.get(key, [])] for cells in (found, base))
+        if own != other:
+            yield key[0]
 
 
 def suite_table(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 # Minimum tokens of a probe beyond the widest window.
 _PROBE_MARGIN = 64
+_CARD_TOKENS = 32 * 1024  # at which the card states the KV cache
 # Largest allowed difference between the two modes' logits, relative to their root mean square. The
 # permutation changes only the order of sums.
 TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1.5e-1}
@@ -76,9 +76,7 @@ def run(
         raise UserError(f"{mask_path}: {error}") from error
     share = mask_file.mask.swa_ratio
     logger.info("materialising %s with a share of %.4g sliding", config.model.path, share)
-    context = None if point is None else front.context
-    summary = _memory(base, mask_file.mask) | _budgeted_bytes(config, base, mask_file.mask, context)
-    summary["point"] = point
+    summary = {**_memory(base, mask_file.mask), "point": point}
     tokens = _probe(base, mask_file.mask, config.seed)
     in_float32 = summary["parameters"] <= FLOAT32_PARAMETERS
     expected = _searched_logits(base, mask_file.mask, tokens, in_float32)
@@ -90,8 +88,7 @@ def run(
     target = work_dir / MODEL
     _save(hybrid, target, config)
     mask_file.save(target / HEAD_MASK)
-    layers = decoder_layers(hybrid.config).full
-    card = model_card(mask_file, config.model, summary, layers, base_licence(config.model))
+    card = model_card(mask_file, config.model, summary["kv_cache"], base_licence(config.model))
     (target / "README.md").write_text(card, encoding="utf-8")
     del hybrid
     saved = load_model(target, dtype=section.dtype, device=device)
@@ -128,38 +125,20 @@ def _point(config: StageConfig[MaterializeConfig], base: Any, front: Front) -> i
     return index
 
 
-def _budgeted_bytes(
-    config: StageConfig[MaterializeConfig], base: Any, mask: HeadMask, context: int | None
-) -> dict[str, Any]:
-    """The mask's cache bytes at the budget's context, or a front's; empty without both."""
-    search = next(
-        (section for section in config.upstream.values() if isinstance(section, SearchConfig)), None
-    )
-    if search is None or (context is None and search.budget is None):
-        return {}
-    cache = search.request_cache(decoder_layers(base.config), config.model.dtype, context or 1)
-    budget = {
-        "tokens": cache.tokens,
-        "bytes": cache.bytes_of(mask),
-        "original": cache.original,
-        "allowed": None if search.budget is None else cache.allowed_bytes,
-    }
-    return {"budget": budget}
-
-
 def _memory(base: Any, mask: HeadMask) -> dict[str, Any]:
-    """Parameters, the share of sliding heads, and bytes of the KV cache before and after."""
+    """Parameters, the share of sliding heads, and bytes of the KV cache."""
     layers, states = decoder_layers(base.config), state_bytes(base)
     size = CacheSize.of(mask.layers, layers, base.dtype.itemsize, states)
+    tokens = min(max_positions(base.config) or _CARD_TOKENS, _CARD_TOKENS)
     return {
         "parameters": sum(p.numel() for p in base.parameters()),
         "swa_ratio": mask.swa_ratio,
         "kv_cache_bytes_per_token_before": size.original_per_token,
-        "kv_cache_bytes_per_token_after": size.per_token,
-        "sliding_bytes_constant": size.sliding_bytes,
-        "own_windows": [asdict(window) for window in size.own_windows],
         "state_bytes": size.state_bytes,
-    }
+        "kv_cache": {
+            "tokens": tokens, "bytes": size.dynamic(tokens), "original": size.original(tokens)
+        },
+    }  # fmt: skip
 
 
 def _probe(base: Any, mask: HeadMask, seed: int) -> Tensor:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-import yaml
 from pydantic import Field
 
 from bosch.errors import RunError
@@ -16,7 +15,7 @@ from bosch.model.untrusted import lasting_quantiser
 from bosch.search.methods import METHODS
 from stages.faults import Fault
 from stages.fields import Count, Section
-from stages.published import RUN_AGAIN, Record, Summary
+from stages.published import RUN_AGAIN, Summary
 from stages.search.stage import SearchConfig
 from stages.stage import LoadedRecipe, Recipe, Stage
 
@@ -41,30 +40,16 @@ class MaterializeConfig(Section):
 MODEL = "model"
 
 
-class BudgetedCache(Record):
-    """Cache bytes of a request of `tokens` tokens; `allowed` is the budget's limit in bytes."""
-
-    tokens: int
-    bytes: int
-    original: int
-    allowed: int | None = None
-
-
 class MaterializeSummary(Summary):
     """materialize/summary.json: size of the model and of its key/value cache, in bytes.
 
-    `own_windows` and `state_bytes` are as in `CacheSize`. `budget` is set if the recipe has
-    `search.budget`, `point` (an index) if the mask comes from a front.
+    `point` is the index of a front's point; `state_bytes` is as in `CacheSize`.
     """
 
     parameters: int
     swa_ratio: float | None = None
-    budget: BudgetedCache | None = None
     point: int | None = None
     kv_cache_bytes_per_token_before: int
-    kv_cache_bytes_per_token_after: int
-    sliding_bytes_constant: int
-    own_windows: list[dict[str, int]] = Field(default=[])
     state_bytes: int = 0
 
 
@@ -75,35 +60,6 @@ def read_model_config(materialize: Path) -> StoredConfig:
     if not isinstance(config, dict):
         raise RunError(f"{path}: missing or damaged; {RUN_AGAIN}")
     return StoredConfig(config)
-
-
-_FRONT = "---"
-_KEYS = ("license", "license_name", "license_link")
-_MAX_CHARACTERS = 500
-
-
-def licence_of(card: Path) -> dict[str, str]:
-    """The licence's fields in the front matter of a model card; empty if there are none.
-
-    Only these lines are parsed, since the card is untrusted.
-    """
-    try:
-        lines = card.read_bytes().decode().splitlines()
-    except (OSError, ValueError):
-        return {}
-    if not lines or lines[0].strip() != _FRONT or _FRONT not in lines[1:]:
-        return {}
-    licence = {}
-    for line in lines[1 : lines.index(_FRONT, 1)]:
-        key, _, text = line.partition(":")
-        if key in _KEYS and len(text) <= _MAX_CHARACTERS:
-            try:
-                value = yaml.safe_load(text)
-            except (yaml.YAMLError, ValueError, RecursionError):
-                continue
-            if isinstance(value, str):
-                licence[key] = value
-    return {key: licence[key] for key in _KEYS if key in licence}
 
 
 def _faults(loaded: LoadedRecipe) -> Iterator[Fault]:

@@ -31,10 +31,7 @@ from tests.front_case import nested_front
 from tests.tiny_data import save_tiny_model
 
 WINDOW = 16
-NUMBERS = dict.fromkeys(
-    ("kv_cache_bytes_per_token_before", "kv_cache_bytes_per_token_after", "sliding_bytes_constant"),
-    8,
-) | {"own_windows": [], "state_bytes": 0}
+CACHE = {"tokens": 100, "bytes": 8, "original": 16}
 
 
 def _mask(layers: int = 2) -> HeadMaskFile:
@@ -115,39 +112,25 @@ def test_the_directory_carries_its_code_and_its_card(base: Path, tmp_path: Path)
     assert str(tmp_path) not in card
     for sentence in (
         "some-licence",
-        f"{WINDOW} tokens",
+        f"| {WINDOW} with 2 sinks tokens",
         "trust_remote_code=True",
-        "| 3 of 4 |",
+        "| 3 of 4, see head_mask.json |",
         UNTRAINED,
+        "| its score in the search | unknown |",
     ):
         assert sentence in card, sentence
-    assert "0  □ ■\n1  □ □\n" in card
-    # Keys and values of 8 float32 numbers for one head of four, the others hold 17 tokens.
-    assert "per token | 64 bytes instead of 256, and at most 3,264 once |" in card
-    assert "| sinks | 2 |" in card and "| its score in the search | unknown |" in card
 
 
 def test_the_card_names_several_windows_and_the_base_on_the_hub() -> None:
     file = HeadMaskFile(HeadMask(((0, 20), (8, 20))), "m", "given", score=0.8125, seed=4)
-    card = model_card(file, ModelConfig(path="org/model"), NUMBERS, [0, 1], {"license": "mit"})
-    assert "a share of 0.75 sees" in card
-    assert "| windows | 20 or 8 tokens" in card and "1 a window of 20, 2 a window of 8" in card
-    assert "0  ■ 1\n1  2 1\n" in card and "first, then those of each window" in card
+    card = model_card(file, ModelConfig(path="org/model"), CACHE, {"license": "mit"})
+    assert "a share of 0.75 sees" in card and "| windows | 8 and 20 tokens" in card
     assert "| given (seed 4) |" in card and "0.8125, the share" in card and "| mit |" in card
-    card = model_card(_mask(), ModelConfig(path="org/model", revision="abc"), NUMBERS, [0, 1], {})
+    assert "| KV cache at 100 tokens | 8 bytes instead of 16 |" in card
+    card = model_card(_mask(), ModelConfig(path="org/model", revision="abc"), CACHE, {})
     front_matter = yaml.safe_load(card.split("---")[1])
     assert front_matter["base_model"] == "org/model" and "license" not in front_matter
     assert "org/model (abc)" in card and "not stated" in card
-
-
-def test_the_card_lists_searched_layers_and_those_with_windows_or_states_of_their_own() -> None:
-    own_windows = [{"heads": 4, "window": 5, "bytes_per_head": 64}]
-    numbers = NUMBERS | {"own_windows": own_windows, "state_bytes": 8}
-    card = model_card(_mask(), ModelConfig(path="org/model"), numbers, [5, 11], {})
-    assert "KV heads of org/model in layers with full attention a share of 0.75" in card
-    # Four heads with the last four tokens each.
-    assert "and at most 8 once, beside 1,032 of the other layers |" in card
-    assert "\n 5  □ ■\n11  □ □\n" in card
 
 
 @pytest.mark.parametrize(
@@ -195,26 +178,18 @@ def test_a_point_beyond_the_front_is_refused(base: Path, tmp_path: Path) -> None
 
 
 def test_the_summary_states_memory(base: Path, tmp_path: Path) -> None:
-    budget = {"bytes": "8KiB @ 100"}
-    search = SearchConfig(method="rand", window_size=WINDOW, sinks=2, budget=budget)
-    summary = _run(base, tmp_path, upstream={"search": search})
-    # Of bfloat16, in which the search counts: one full head, and 17 tokens of three.
-    assert summary["budget"] == {
-        "tokens": 100, "bytes": 32 * (100 + 3 * 17),
-        "original": 32 * 400, "allowed": 8192,
-    }  # fmt: skip
+    summary = _run(base, tmp_path)
     assert summary["check"]["tokens"] == 2 * (WINDOW + 64)  # the window, and the tokens before it
     assert summary["check"]["precision"] == "float32"
     per_head = 2 * 8 * 4  # keys and values, head dimension 8, float32
     assert summary["kv_cache_bytes_per_token_before"] == 4 * per_head
-    assert summary["kv_cache_bytes_per_token_after"] == 1 * per_head
-    assert summary["sliding_bytes_constant"] == 3 * per_head * (WINDOW - 1 + 2)
     model = load_model(tmp_path / "work" / "model", dtype="float32")
     assert summary["parameters"] == sum(p.numel() for p in model.parameters())
-    cache = model.new_cache()
+    cache, tokens = model.new_cache(), summary["kv_cache"]["tokens"]
     with torch.inference_mode():
-        model(torch.ones(1, 100, dtype=torch.long), past_key_values=cache)
-    assert held_bytes(cache) == 100 * per_head + summary["sliding_bytes_constant"]
+        model(torch.ones(1, tokens, dtype=torch.long), past_key_values=cache)
+    assert summary["kv_cache"]["original"] == 4 * per_head * tokens
+    assert held_bytes(cache) == summary["kv_cache"]["bytes"]
 
 
 def test_base_and_hybrid_are_not_in_memory_together(

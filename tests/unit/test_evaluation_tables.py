@@ -12,7 +12,7 @@ from stages.evaluate.tables import TaskGroup, against, position_table, score_tab
 from tests.report_fixture import cells
 
 ACC, NORM = "acc,none", "acc_norm,none"
-AGAIN = "; run with --force original"
+OTHER = "the original answered other samples of it; run with --force original"
 
 
 def lines(task: str, *scores: float, length: int = 0, **more: Any) -> list[dict[str, Any]]:
@@ -151,9 +151,7 @@ def test_models_are_compared_on_the_questions_that_the_original_answered_too() -
     assert averages == {"original": 100.0, "hybrid": 50.0}
     assert tables["checkpoints"]["hybrid"]["lm_eval"]["against_original"]["difference"] == -50.0
     assert tables["missing"]["lm_eval"] == {
-        "new": f"the original has no score of it{AGAIN}",
-        "other": f"the original answered other samples of it{AGAIN}",
-        "more": f"the original answered other samples of it{AGAIN}",
+        **dict.fromkeys(("new", "other", "more"), OTHER),
         "gone": "no network",
     }
 

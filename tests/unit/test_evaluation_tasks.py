@@ -168,7 +168,7 @@ def test_a_task_without_a_score_has_a_reason_and_the_others_run(
     found = loaded(folder, *kinds, "sums")
     said = {
         "gone": "its data could not be read", "code": "set evaluate.confirm_run_unsafe_code",
-        "text": "measures perplexity", "median": "none of which is a mean",
+        "text": "it measures word_perplexity", "median": "none of which is a mean",
         "long": "4,096 tokens leave none of the model's 4,096 positions",
         "few": "its 90 worked examples",
     }  # fmt: skip

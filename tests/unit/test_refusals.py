@@ -324,15 +324,16 @@ def test_a_model_refuses_what_would_change_its_attention(
 def test_a_length_without_room_for_a_chat_template_is_refused(case: Case) -> None:
     (case.model / "chat_template.jinja").write_text("{{ messages[0].content }}")
     chat = "evaluate.apply_chat_template=true"
-    for accepted, refused in (
-        ("evaluate.ruler.lengths=[1022]", "evaluate.ruler.lengths=[1024]"),
+    for accepted, refused, field in (
+        ("evaluate.ruler.lengths=[1022]", "evaluate.ruler.lengths=[1024]", "lengths"),
         (
             "evaluate.ruler={lengths: [1024], yarn: {1024: 2}}",
             "evaluate.ruler={lengths: [2048], yarn: {2048: 2}}",
+            "yarn",
         ),
     ):
         load_recipe(case.file, [chat, accepted], env={})
-        assert case.fault(chat, refused).startswith("evaluate.ruler.lengths: ")
+        assert case.fault(chat, refused).startswith(f"evaluate.ruler.{field}: ")
     (case.model / "chat_template.jinja").unlink()
 
 

@@ -25,7 +25,6 @@ from pipeline.run.runner import Runner, RunOptions
 from pipeline.run.status import differences, inspect
 from pipeline.run.store import Store
 from pipeline.run.worker import execute
-from stages.context import StageConfig
 from stages.published import Manifest
 from stages.stage import LoadedRecipe, World, model_processes
 from tests import fake_stages
@@ -103,24 +102,6 @@ def test_a_run_publishes_every_stage_and_a_second_does_nothing(case: Case) -> No
     assert manifest["version"] == next(stage.version for stage in STAGES if stage.name == "train")
     assert "torch" in manifest["packages"]
     assert {"created", "seconds", "git_commit", "python", "host"} <= manifest.keys()
-
-
-def test_a_stage_gets_its_config_inputs_and_folder(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    configs: dict[str, StageConfig[Any]] = {}
-    run = fake_stages.run
-
-    def note(config: StageConfig[Any], *paths: Any) -> dict[str, Any]:
-        configs[type(config.section).__name__] = config
-        return run(config, *paths)
-
-    monkeypatch.setattr(fake_stages, "run", note)
-    current = runner(case, "seed=7")
-    current.run()
-    search = configs["SearchConfig"]
-    recipe = current.loaded.recipe
-    assert (search.seed, search.model, search.runtime) == (7, recipe.model, recipe.runtime)
 
 
 def test_a_manifest_has_the_number_of_gpus_of_its_stage(case: Case) -> None:

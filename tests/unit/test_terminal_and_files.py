@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import io
-import json
 import os
 import resource
 import subprocess
@@ -15,15 +14,11 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-import yaml
 
 from bosch import progress
-from bosch.errors import RunError
 from bosch.files import (
-    file_hashes,
     hash_fault,
     load_json,
-    make_folder,
     make_symlink,
     read_json,
     replacing,
@@ -56,62 +51,21 @@ def test_a_target_that_cannot_be_replaced_is_left_alone(
     assert os.listdir(folder) == ["notes"] and sorted(os.listdir(tmp_path)) == ["folder", "link"]
 
 
-@pytest.mark.parametrize(("positions", "lengths"), [(600, [512]), (1024, [512, "1k"])])
-def test_a_new_recipe_leaves_room_for_answers_if_positions_are_few(
-    tmp_path, capsys, positions, lengths
-):
-    case, file = Case(tmp_path), tmp_path / "new.yaml"
-    path = case.model / "config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | {"max_position_embeddings": positions}))
-    assert cli.main(["new", str(case.model), "--output", str(file)]) == 0
-    assert yaml.safe_load(file.read_text())["evaluate"]["ruler"]["lengths"] == lengths
-    assert "leaves no room" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("number", "said"),
-    [
-        (
-            errno.ENOSPC,
-            "the disk of FOLDER/recipe.yaml is full; free some space and run",
-        ),
-    ],
-)
 def test_a_command_that_runs_out_of_space_says_where(
-    case: Case, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
-    number: int, said: str,
-) -> None:  # fmt: skip
+    case: Case, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The system names no file if a write fails."""
     folder = case.folder / "output"
     folder.mkdir()
 
     def full(descriptor: int) -> None:
-        raise OSError(number, os.strerror(number))
+        raise OSError(errno.ENOSPC, "No space left")
 
     monkeypatch.setattr(os, "fsync", full)
     assert cli.main(["new", str(case.model), "--output", str(folder / "recipe.yaml")]) == 1
-    assert capfd.readouterr().err.replace(str(folder), "FOLDER").startswith(f"error: {said}")
+    said = f"error: the disk of {folder}/recipe.yaml is full; free some space and run"
+    assert capfd.readouterr().err.startswith(said)
     assert os.listdir(folder) == []
-
-
-def test_a_folder_that_another_process_makes_at_the_same_time_is_no_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def made_after_the_check(folder: Path) -> bool:
-        existed = os.path.isdir(folder)
-        os.makedirs(folder, exist_ok=True)
-        return existed
-
-    monkeypatch.setattr(Path, "is_dir", made_after_the_check)
-    make_folder(tmp_path / "a" / "b")
-
-
-def test_a_link_does_not_count_as_finished_work(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "link").symlink_to(__file__)
-    with pytest.raises(RunError, match="data/link is no regular file"):
-        file_hashes(tmp_path, ["data"])
 
 
 def test_a_file_that_may_be_intact_is_no_fault_of_a_folder(

@@ -20,7 +20,6 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     DynamicCache,
     PreTrainedTokenizerFast,
     StaticCache,
@@ -128,14 +127,6 @@ def test_other_caches_of_generate_are_refused(hybrid: Any, name: str, sentence: 
 def test_continuous_batching_is_refused(hybrid: Any) -> None:
     with pytest.raises(ValueError, match="not supported for continuous batching"):
         hybrid.generate_batch([[5, 6, 7]])
-
-
-@pytest.mark.parametrize("options", [{"penalty_alpha": 0.6, "top_k": 4}, {"dola_layers": "high"}])
-def test_decoding_methods_that_transformers_has_removed_are_refused(
-    hybrid: Any, options: Any
-) -> None:
-    with pytest.raises(ValueError, match="trust_remote_code=True"):
-        _greedy(hybrid, tokens(1, LENGTH), **options)
 
 
 def test_streaming_and_the_pipeline_give_the_text_of_generate(
@@ -252,11 +243,6 @@ def test_rollouts_are_scored_with_the_probabilities_of_their_sampling(hybrid: An
     torch.testing.assert_close(logits[1], expected[1], **_NEAR)
     placed.logits.sum().backward()
     assert model.model.layers[0].self_attn.q_proj.weight.grad is not None
-
-
-def test_other_heads_are_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match="Unrecognized configuration class"):
-        AutoModelForSequenceClassification.from_pretrained(folder)
 
 
 def test_pushed_models_carry_the_code_file(hybrid: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -461,13 +447,6 @@ def _damaged(source: Path, target: Path, change: Any) -> Path:
             (target / path.name).write_bytes(path.read_bytes())
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     return target
-
-
-def test_a_weight_without_a_place_is_refused(folder: Path, tmp_path: Path) -> None:
-    """Otherwise the logits would silently be another model's."""
-    _damaged(folder, tmp_path, lambda w: w.update({f"{_ATTENTION}.another": torch.ones(4)}))
-    with pytest.raises(UserError, match=r"1 weights of the files have no place .*another"):
-        load_model(tmp_path, dtype="float32")
 
 
 @pytest.mark.parametrize("ordinary", [False, True])
