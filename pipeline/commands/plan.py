@@ -134,10 +134,13 @@ def plan_lines(
     full: list[LayerHeads] = [{None: info.kinds.heads}] * len(rows)
     itemsize = BYTES[recipe[MaterializeConfig].dtype]
     cache = CacheSize.of(rows, info.kinds, itemsize, state_bytes=0)
-    for tokens in served_tokens(info.max_positions):
+    longest = info.max_positions
+    for tokens in served_tokens(longest):
         sizes = f"{format_bytes(cache.original(tokens))} of the original"
         sizes += f", {format_bytes(cache.dynamic(tokens))} of the hybrid"
-        original, hybrid = (request_bytes(x, info.kinds, itemsize, tokens) for x in (full, rows))
+        original, hybrid = (
+            request_bytes(x, info.kinds, itemsize, tokens, longest) for x in (full, rows)
+        )
         if hybrid is not None:
             sizes += f"; in vLLM {format_bytes(original or 0)} and {format_bytes(hybrid)}"
         yield f"  {'KV cache':<{width}} at {format_length(tokens)} tokens {sizes}"

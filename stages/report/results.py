@@ -137,10 +137,11 @@ class Branch:
         bytes_per_head = summary.kv_cache_bytes_per_token_before // int(mask.is_full.size)
         itemsize = bytes_per_head // (2 * kinds.head_dim)
         cache = CacheSize.of(mask.layers, kinds, itemsize, state_bytes=summary.state_bytes)
+        longest = self.config.max_positions
         return Caches(
             cache.original(tokens), cache.dynamic(tokens),
-            request_bytes(full, kinds, itemsize, tokens),
-            request_bytes(mask.layers, kinds, itemsize, tokens),
+            request_bytes(full, kinds, itemsize, tokens, longest),
+            request_bytes(mask.layers, kinds, itemsize, tokens, longest),
         )  # fmt: skip
 
 

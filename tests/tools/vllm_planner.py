@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from bosch.engines.vllm.groups import groups_of_modules
-from bosch.engines.vllm.plan import Grouping, ModulePlan, Request, module_plan
+from bosch.engines.vllm.plan import ModulePlan, Request, module_plan
 
 RECORD = Path(__file__).parents[1] / "data" / "vllm_planner.json"
 CACHE_BYTES = 2**37
@@ -94,19 +94,23 @@ def layers_of(case: dict[str, Any]) -> list[dict[int | None, int]]:
     return two_kinds(case["full_kv_heads_per_layer"], case["num_key_value_heads"], case["windows"])
 
 
-def plan_of(case: dict[str, Any], grouping: Grouping = "engine") -> ModulePlan:
+def request_of(case: dict[str, Any]) -> Request:
+    """The request of a case."""
+    return Request(case["tokens"], case["block_size"], case["tokens_in_flight"])
+
+
+def plan_of(case: dict[str, Any], own_groups: bool = False) -> ModulePlan:
     """The plan for a case."""
-    return module_plan(layers_of(case), case["ranks"], grouping)
+    return module_plan(layers_of(case), request_of(case), case["ranks"], own_groups)
 
 
-def bytes_by_plan(case: dict[str, Any], grouping: Grouping = "engine") -> int:
+def bytes_by_plan(case: dict[str, Any], own_groups: bool = False) -> int:
     """Bytes of a request by `ModulePlan`."""
-    request = Request(case["tokens"], case["block_size"], case["tokens_in_flight"])
     bytes_per_head = 2 * case["head_dim"] * case["itemsize"]
-    return plan_of(case, grouping).request_bytes(request, bytes_per_head)
+    return plan_of(case, own_groups).request_bytes(request_of(case), bytes_per_head)
 
 
-def bytes_by_vllm(case: dict[str, Any], grouping: Grouping = "engine") -> int:
+def bytes_by_vllm(case: dict[str, Any], own_groups: bool = False) -> int:
     """The same from vLLM's planner, for a cache of CACHE_BYTES.
 
     Groups of our own are for vLLM 0.33 or later, which asks the model's class for them.
@@ -115,21 +119,20 @@ def bytes_by_vllm(case: dict[str, Any], grouping: Grouping = "engine") -> int:
     from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, SlidingWindowSpec
 
-    plan = plan_of(case, grouping)
     common = {
         "block_size": case["block_size"],
         "head_size": case["head_dim"],
         "dtype": {2: torch.bfloat16, 4: torch.float32}[case["itemsize"]],
     }
     specs = {
-        f"layers.{layer}.attn.module{module}": FullAttentionSpec(**common, num_kv_heads=heads)
+        f"layers.{layer}.attn.module{index}": FullAttentionSpec(**common, num_kv_heads=heads)
         if window is None
         else SlidingWindowSpec(**common, num_kv_heads=heads, sliding_window=window)
-        for layer, (windows, sizes) in enumerate(zip(plan.caches, plan.sizes, strict=True))
-        for module, (window, heads) in enumerate(zip(windows, sizes, strict=True))
+        for layer, modules in enumerate(plan_of(case, own_groups).modules)
+        for index, (window, _, heads) in enumerate(modules)
     }
     model_class = SimpleNamespace(get_kv_cache_groups=groups_of_modules)
-    layout = KVCacheLayout.BLHNC if grouping == "unequal" else KVCacheLayout.LBHNC
+    layout = KVCacheLayout.BLHNC if own_groups else KVCacheLayout.LBHNC
     config: Any = SimpleNamespace(
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         cache_config=SimpleNamespace(
@@ -143,7 +146,7 @@ def bytes_by_vllm(case: dict[str, Any], grouping: Grouping = "engine") -> int:
         model_config=SimpleNamespace(
             max_model_len=case["tokens"], original_max_model_len=None,
             hf_config=SimpleNamespace(model_type="qwen3"), architectures=[],
-            supports_kv_cache_grouping=grouping != "engine",
+            supports_kv_cache_grouping=own_groups,
             registry=SimpleNamespace(resolve_model_cls=lambda *_: (model_class, "")),
         ),
         attention_config=SimpleNamespace(hisparse_config=None),
@@ -180,26 +183,26 @@ def record() -> None:
     )
 
 
-def groupings() -> tuple[Grouping, ...]:
-    """Those that this vLLM can be asked for."""
+def groupings() -> tuple[bool, ...]:
+    """With and without groups of our own, as far as this vLLM can be asked for them."""
     from vllm.model_executor.models import interfaces
 
-    own = hasattr(interfaces, "SupportsKVCacheGrouping")
-    return ("engine", "equal", "unequal") if own else ("engine",)
+    return (False, True) if hasattr(interfaces, "SupportsKVCacheGrouping") else (False,)
 
 
 def compare(seed: int) -> None:
     """Say for how many random cases the plan gives what vLLM's planner does; print the others."""
     import vllm
 
-    for grouping in groupings():
+    for own_groups in groupings():
         drawn, same = random_cases(seed), 0
         for case in drawn:
-            plan, planner = bytes_by_plan(case, grouping), bytes_by_vllm(case, grouping)
+            plan, planner = bytes_by_plan(case, own_groups), bytes_by_vllm(case, own_groups)
             same += plan == planner
             if plan != planner:
-                print(f"{grouping}: {case}\n  plan    {plan}\n  planner {planner}")
-        print(f"vLLM {vllm.__version__}, {grouping} groups: {same} of {len(drawn)} cases equal")
+                print(f"{case}\n  plan    {plan}\n  planner {planner}")
+        groups = "our" if own_groups else "its"
+        print(f"vLLM {vllm.__version__}, {groups} groups: {same} of {len(drawn)} cases equal")
 
 
 def main() -> None:

@@ -182,7 +182,7 @@ def test_the_sentences_state_caches_of_both_engines_speed_and_cost(
     said = sentences(made, 2.0)
     assert said[-3:] == [
         "KV cache of 2k tokens against the original's: 29.7 % in transformers' generate (3.56 MiB "
-        f"of 12 MiB), {100 * caches.vllm_share:.0f} % in vLLM on one GPU.",
+        f"of 12 MiB), {100 * caches.vllm_share:.1f} % in vLLM on one GPU.",
         "Prefill runs at 1.50 and decoding at 2.50 times the original's speed at 2k.",
         "The run took 23.82 GPU hours.",
     ]

@@ -15,17 +15,11 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from bosch.engines.vllm import cache_settings, plugin
-from bosch.engines.vllm.checks import (
-    check_complete,
-    check_engine,
-    check_order,
-    grouping_of,
-    plan_of,
-)
+from bosch.engines.vllm import cache_settings, checks, plugin
+from bosch.engines.vllm.checks import check_complete, check_engine, check_order
 from bosch.engines.vllm.groups import groups_of_modules, module_name
 from bosch.engines.vllm.plan import (
-    Grouping,
+    Module,
     ModulePlan,
     Request,
     batch_tokens,
@@ -44,6 +38,7 @@ from tests.attention_case import full_first
 from tests.hybrid_case import small_model
 from tests.tools.vllm_planner import RECORD, bytes_by_plan, cases, two_kinds
 
+REQUEST = Request(32 * 1024, 16, 2048)
 _ROWS = json.loads(RECORD.read_text(encoding="utf-8"))["rows"]
 
 
@@ -56,25 +51,44 @@ def test_the_plan_equals_vllms_planner_in_all_recorded_cases(row: dict[str, Any]
     assert bytes_by_plan(row["case"]) == row["request_bytes"]
 
 
+def plan_of_counts(counts: list[int], heads: int, window: int = 40, **options: Any) -> ModulePlan:
+    """For one of vLLM's long requests, with two concurrent steps of 1,024 tokens."""
+    return module_plan(two_kinds(counts, heads, [window] * len(counts)), REQUEST, **options)
+
+
 @pytest.mark.parametrize(
-    ("counts", "sizes"),
+    ("counts", "kinds", "groups"),
     [
-        # One module of each kind, if their groups fill the blocks.
-        ([1, 3, 2], [(1, 3), (3, 1), (2, 2)]),
-        # Two full heads do not fill a block of four: the other modules are cut to the same size.
-        ([0, 1, 0, 1], [(2, 2), (1, 2, 1), (2, 2), (1, 2, 1)]),
+        # Whole layers: vLLM's own case.
+        ([0, 0, 0, 8] * 9, {(None, 8): 9, (1024, 8): 27}, 4),
+        ([2] * 36, {(None, 2): 36, (1024, 6): 36}, 2),
+        # One odd layer, whose own kinds would make groups of one module.
+        ([1, *[0, 0, 0, 8] * 9], {(None, 4): 19, (1024, 8): 19, (1024, 4): 18}, 3),
     ],
-)
-def test_unequal_modules_are_as_few_as_fill_the_blocks(
-    counts: list[int], sizes: list[tuple[int, ...]]
+)  # fmt: skip
+def test_modules_are_few_and_fill_their_groups(
+    counts: list[int], kinds: dict[tuple[int | None, int], int], groups: int
 ) -> None:
-    unequal, equal = (
-        module_plan(two_kinds(counts, 4, [40] * len(counts)), grouping=grouping)
-        for grouping in ("unequal", "equal")
+    plan = plan_of_counts(counts, 8, 1024)
+    assert (plan.kinds, plan.pool(REQUEST).groups) == (kinds, groups)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_random_mask_of_eight_heads_needs_few_modules(seed: int) -> None:
+    """Qwen3-8B, of whose heads 72 are full: 288 modules of one head were 4 groups of 72."""
+    full = np.random.default_rng(seed).permutation(36 * 8).reshape(36, 8) < 72
+    plan = plan_of_counts(full.sum(1).tolist(), 8, 1024)
+    held = 72 * REQUEST.tokens + 216 * 1023
+    pool = plan.pool(REQUEST)
+    assert plan.kinds.total() <= 132 and pool.groups <= 6 and pool.reserved < 1.25 * held
+
+
+def test_modules_in_own_groups_are_not_cut() -> None:
+    assert plan_of_counts([1, 3, 0], 4, own_groups=True).modules == (
+        (Module(None, 0, 1), Module(40, 1, 3)),
+        (Module(None, 0, 3), Module(40, 3, 1)),
+        (Module(40, 0, 4),),
     )
-    assert list(unequal.sizes) == sizes
-    request = Request(32 * 1024, 16, 2048)
-    assert unequal.request_bytes(request, 1) <= 1.05 * equal.request_bytes(request, 1)
 
 
 def test_groups_are_filled_from_the_largest_module_down() -> None:
@@ -83,72 +97,23 @@ def test_groups_are_filled_from_the_largest_module_down() -> None:
     assert packed_groups(modules, blocks) == (2, {None: [[2], [0, 1]], 10: [[0]]})
 
 
-def test_own_groups_fill_blocks_that_vllm_would_pad() -> None:
-    """Thirty full and twenty sliding modules: vLLM makes groups of twenty, ours hold thirty."""
-    counts = [3] * 10
-    by_engine, own = (
-        module_plan(two_kinds(counts, 5, [40] * 10), grouping=grouping)
-        for grouping in ("engine", "equal")
-    )
-    request = Request(32 * 1024, 16, 2048)
-    assert own.request_bytes(request, 1) < 0.78 * by_engine.request_bytes(request, 1)
-
-
-@pytest.mark.parametrize(
-    ("counts", "ranks", "unit", "padded"),
-    [
-        ([8], 2, 4, 0),
-        ([4, 6], 1, 2, 0),
-        ([4, 6], 2, 1, 0),
-        ([4, 6], 4, 1, 2),
-        ([3, 8], 2, 1, 1),
-        ([1, 1, 0], 8, 1, 14),
-        # Ranks 0 and 1 have four full heads each, 2 and 3 none: each gets one module of padding.
-        ([4, 4, 0], 2, 2, 0),
-    ],
-)
-def test_unequal_numbers_of_full_heads_on_ranks_are_padded(
-    counts: list[int], ranks: int, unit: int, padded: int
-) -> None:
-    plan = module_plan(two_kinds(counts, 8, [10] * len(counts)), ranks)
-    assert (plan.unit, padded_kv_heads(plan)) == (unit, padded)
-
-
-def padded_kv_heads(plan: ModulePlan) -> int:
-    """KV heads, on all shards, with a wider cache than they need."""
-    padded = 0
-    for shard in range(plan.shards):
-        rank = shard * plan.ranks // plan.shards
-        for layer, (caches, sizes) in enumerate(zip(plan.caches, plan.sizes, strict=True)):
-            modules = zip(plan.windows(layer, rank), caches, sizes, strict=True)
-            padded += sum(size for window, cache, size in modules if window != cache)
-    return padded
-
-
 def check_ranks(plan: Any, layers: Any, ranks: int, heads: int) -> None:
-    """Every head has its window on its rank, and a cache for all the tokens that it sees."""
+    """Every head has its window on its rank, from one module."""
     shards = min(ranks, heads)
     for layer, counts in enumerate(layers):
         own = [window for window, count in counts.items() for _ in range(count)]
         order = rank_order(plan, layer)
         assert sorted(order) == list(range(heads))
+        modules = plan.modules[layer]
         for rank in range(ranks):
             first = rank * shards // ranks * heads // shards
             share = order[first : first + heads // shards]
-            windows, caches = (
-                [
-                    kind
-                    for kind, size in zip(kinds, plan.sizes[layer], strict=True)
-                    for _ in range(size)
-                ]
-                for kinds in (plan.windows(layer, rank), plan.caches[layer])
-            )
-            assert windows == [own[head] for head in share]
-            # A cache holds all tokens that its head sees.
-            assert all(
-                c is None or (w is not None and w <= c)
-                for w, c in zip(windows, caches, strict=True)
-            )
+            used = plan.used(layer, rank)
+            assert [head for part in used for head in part] == list(range(len(share)))
+            for (window, start, size), part in zip(modules, used, strict=True):
+                assert start >= 0 and start + size <= len(share)
+                assert all(start <= head < start + size for head in part)
+                assert {own[share[head]] for head in part} <= {window}
 
 
 @given(
@@ -156,10 +121,10 @@ def check_ranks(plan: Any, layers: Any, ranks: int, heads: int) -> None:
     ends=st.lists(st.tuples(st.integers(0, 32), st.integers(0, 32)), min_size=1, max_size=6),
     several=st.booleans(),
     ranks=st.sampled_from([1, 2, 4, 8, 16]),
-    grouping=st.sampled_from(["engine", "equal", "unequal"]),
+    own_groups=st.booleans(),
 )
 def test_every_rank_has_the_same_caches_and_each_head_its_own_window(
-    heads: int, ends: list[tuple[int, int]], several: bool, ranks: int, grouping: Grouping
+    heads: int, ends: list[tuple[int, int]], several: bool, ranks: int, own_groups: bool
 ) -> None:
     """With one window and with two."""
     assume(max(ranks, heads) % min(ranks, heads) == 0)
@@ -168,20 +133,16 @@ def test_every_rank_has_the_same_caches_and_each_head_its_own_window(
         first, second = sorted(end % (heads + 1) for end in pair)
         own = {64: second - first, 10: heads - second} if several else {10: heads - first}
         layers.append({None: first, **own})
-    plan = module_plan(layers, ranks, grouping)
+    plan = module_plan(layers, REQUEST, ranks, own_groups)
     check_ranks(plan, layers, ranks, heads)
-    sizes = {size for layer_sizes in plan.sizes for size in layer_sizes}
-    assert grouping == "unequal" or sizes == {plan.unit}
-    shards = min(ranks, heads)
-    if not several or shards == 1:
-        # The minimum: each rank has at least its share of the full heads, in whole heads.
-        assert padded_kv_heads(plan) == sum(-layer[None] % shards for layer in layers)
+    sizes = {size for _, size in plan.kinds}
+    assert own_groups or not any(max(sizes) % size for size in sizes)
     assert plan.sliding_windows <= {64, 10}
 
 
 def test_ranks_that_cannot_share_the_heads_are_refused() -> None:
     with pytest.raises(UserError, match=r"3 ranks; choose a divisor of 8"):
-        module_plan(two_kinds([8], 8, [10]), ranks=3)
+        plan_of_counts([8], 8, ranks=3)
 
 
 @pytest.mark.parametrize(
@@ -236,18 +197,25 @@ def test_weights_with_reordered_heads_compute_the_same_function(family: str) -> 
     assert any("o_proj" in name for name in moved)
 
 
-def test_sinks_are_refused_in_one_sentence() -> None:
+def test_sinks_are_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     layouts = [full_first(4, 4, Window(16, 3)), full_first(2, 4, Window(16, 3))]
+    monkeypatch.setattr(checks, "served_layouts", lambda config: layouts)
+    monkeypatch.setattr(checks, "own_groups", lambda config: False)
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=None, max_model_len=2048),
+        cache_config=SimpleNamespace(block_size=16), max_in_flight_tokens=512,
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+    )  # fmt: skip
     with pytest.raises(UserError, match=r"hybrid_attention\.sinks is 3: .*no sinks before it"):
-        plan_of(layouts, 1)
+        checks.plan_of(config)
     # A layer without sliding heads does not use its sinks.
-    assert plan_of([full_first(4, 4, Window(16, 3))], 1).caches == ((None,),)
+    del layouts[1]
+    assert checks.plan_of(config).modules == ((Module(None, 0, 4),),)
 
 
 def test_weights_that_cannot_be_reordered_are_refused_on_several_ranks() -> None:
-    layouts = [full_first(2, 4, Window(16))]
     plain, quantised = SimpleNamespace(), SimpleNamespace(quantization_config={"bits": 4})
-    one, two = (plan_of(layouts, ranks) for ranks in (1, 2))
+    one, two = (plan_of_counts([2], 4, ranks=ranks) for ranks in (1, 2))
     check_order(two, plain, None)
     check_order(one, quantised, object())
     with pytest.raises(UserError, match=r"tensor_parallel_size is 2: .* quantised weights"):
@@ -297,9 +265,7 @@ def serve_two_layers(patch: pytest.MonkeyPatch, cpu: bool) -> None:
     """Give the engine's model two layers of eight heads, with the others sliding."""
     platforms = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: cpu))
     patch.setitem(sys.modules, "vllm.platforms", platforms)
-    layouts = [full_first(1, 8, Window(64))] * 2
-    patch.setattr(cache_settings, "grouping_of", lambda config: "engine")
-    patch.setattr(cache_settings, "served_layouts", lambda config: layouts)
+    patch.setattr(cache_settings, "plan_of", lambda config: plan_of_counts([1, 1], 8, 64))
 
 
 _BOTH = ("max_num_batched_tokens", "max_num_seqs")
@@ -329,10 +295,8 @@ def test_the_plugin_sets_only_options_that_the_user_left_out(
     )
     cache = SimpleNamespace(block_size=16, user_specified_block_size=False)
     config = SimpleNamespace(
-        model_config=SimpleNamespace(hf_config=None, max_model_len=2048),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
         scheduler_config=scheduler, cache_config=cache, performance_mode=mode,
-        num_speculative_tokens=0, max_concurrent_batches=1,
+        num_speculative_tokens=0,
     )  # fmt: skip
 
     class Arguments:
@@ -350,16 +314,16 @@ def test_the_plugin_sets_only_options_that_the_user_left_out(
 @pytest.mark.parametrize(
     ("configured", "variable", "expected"),
     [
-        (None, None, "equal"),
-        ("BOTH", None, "unequal"),
-        (None, "BOTH", "unequal"),
-        ("COMPACT", "BOTH", "equal"),
-        ("OUTERMOST", None, "equal"),
-        ("UNKNOWN", None, "equal"),
+        (None, None, False),
+        ("BOTH", None, True),
+        (None, "BOTH", True),
+        ("COMPACT", "BOTH", False),
+        ("OUTERMOST", None, False),
+        ("UNKNOWN", None, False),
     ],
 )
 def test_unequal_modules_need_compact_blocks_that_are_outermost(
-    configured: str | None, variable: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+    configured: str | None, variable: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layouts = {
         name: SimpleNamespace(is_block_outermost=outermost, is_block_compact=compact)
@@ -377,9 +341,9 @@ def test_unequal_modules_need_compact_blocks_that_are_outermost(
     ):
         monkeypatch.setitem(sys.modules, name, module)
     config: Any = SimpleNamespace(cache_config=SimpleNamespace(kv_cache_layout=configured))
-    assert grouping_of(config) == "engine", "an engine that takes no groups of ours"
+    assert not checks.own_groups(config), "an engine that takes no groups of ours"
     interfaces.SupportsKVCacheGrouping = object
-    assert grouping_of(config) == expected
+    assert checks.own_groups(config) == expected
 
 
 @pytest.mark.parametrize(

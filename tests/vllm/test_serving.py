@@ -24,6 +24,7 @@ from tests.hybrid_case import KV_HEADS
 from tests.tools import vllm_planner
 from tests.tools.vllm_planner import two_kinds
 from tests.vllm_case import (
+    BATCH_TOKENS,
     BLOCK,
     SIZES,
     engine,
@@ -38,6 +39,7 @@ from tests.vllm_case import (
 ROOT = Path(__file__).resolve().parents[2]
 WINDOW = 40  # not a multiple of a block
 COUNTS = [1, 3, 2]
+LAYERS = two_kinds(COUNTS, KV_HEADS, [WINDOW] * len(COUNTS))
 LENGTHS = (5, WINDOW - 1, WINDOW, WINDOW + 1, 100, 200)
 TOLERANCE = 1e-4
 BYTES_PER_HEAD = 2 * SIZES["head_dim"] * 4
@@ -67,13 +69,17 @@ def _agree(reference: Any, prompts: list[list[int]], outputs: list[Any]) -> None
         assert distance < TOLERANCE and greedy, len(prompt)
 
 
+def _request(llm: Any) -> Request:
+    config = llm.llm_engine.vllm_config
+    return Request(256, BLOCK, config.max_in_flight_tokens)
+
+
 def _check_cache(llm: Any, plan: ModulePlan) -> None:
     """The cache that the engine made holds as many requests as the plan's bytes say."""
-    config = llm.llm_engine.vllm_config
+    config, request = llm.llm_engine.vllm_config, _request(llm)
     worker = llm.llm_engine.model_executor.driver_worker.worker
     caches = [cache.untyped_storage() for cache in worker.model_runner.kv_caches]
     held = sum({cache.data_ptr(): cache.nbytes() for cache in caches}.values())
-    request = Request(256, BLOCK, config.max_in_flight_tokens)
     tokens = held / plan.request_bytes(request, BYTES_PER_HEAD) * 256
     assert config.cache_config.kv_cache_size_tokens == pytest.approx(tokens, abs=1)
 
@@ -94,8 +100,7 @@ def test_a_cached_prefix_equals_transformers(llm: Any, reference: Any) -> None:
 
 
 def test_the_cache_equals_the_plan(llm: Any) -> None:
-    plan = module_plan(two_kinds(COUNTS, KV_HEADS, [WINDOW] * len(COUNTS)))
-    _check_cache(llm, plan)
+    _check_cache(llm, module_plan(LAYERS, _request(llm)))
 
 
 def test_the_plugin_sets_only_options_that_the_user_left_out(folder: Path) -> None:
@@ -115,12 +120,12 @@ def test_the_plugin_sets_only_options_that_the_user_left_out(folder: Path) -> No
 
 def test_three_windows_equal_generate_and_the_plan(tmp_path: Path) -> None:
     mask = save_menu_hybrid(tmp_path, "qwen3", [WINDOW + 8, 24, 9])
-    plan = module_plan(engine_heads(mask.layers))
-    assert plan.sliding_windows == {9, 24, WINDOW + 8}
     prompts = random_prompts(LENGTHS, seed=3)
     reference = load_reference(tmp_path)
     with engine(tmp_path) as llm:
         outputs = generate(llm, prompts, 30)
+        plan = module_plan(engine_heads(mask.layers), _request(llm))
+        assert plan.sliding_windows == {9, 24, WINDOW + 8}
         _check_cache(llm, plan)
     _agree(reference, prompts, outputs)
     for prompt, output in zip(prompts, outputs, strict=True):
@@ -140,19 +145,18 @@ def test_unequal_modules_equal_transformers(
     layouts = KVCacheLayout.LBHNC, KVCacheLayout.BLHNC
     monkeypatch.setattr(CPUAttentionBackend, "supported_kv_cache_layouts", lambda: layouts)
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "BLHNC")
-    plan = module_plan(two_kinds(COUNTS, KV_HEADS, [WINDOW] * len(COUNTS)), grouping="unequal")
-    assert plan.sizes == ((1, 3), (3, 1), (2, 2))
     prompts = random_prompts(LENGTHS)
     with engine(folder) as llm:
         _agree(reference, prompts, generate(llm, prompts, 20))
+        plan = module_plan(LAYERS, _request(llm), own_groups=True)
+        assert plan.kinds.total() == 6
         _check_cache(llm, plan)
 
 
 def test_preempted_requests_equal_transformers(folder: Path, reference: Any) -> None:
-    plan = module_plan(two_kinds(COUNTS, KV_HEADS, [WINDOW] * len(COUNTS)))
-    request = Request(256, BLOCK, 64)
-    width, _ = plan.packing(request)
-    least = plan.request_bytes(request, 1) // (width * BLOCK) + 1
+    request = Request(256, BLOCK, BATCH_TOKENS)
+    pool = module_plan(LAYERS, request).pool(request)
+    least = pool.reserved // pool.block + 1
     with engine(folder, num_gpu_blocks_override=least + 2, disable_log_stats=False) as llm:
         prompts = random_prompts([30] * 8, seed=2)
         outputs = generate(llm, prompts, 100)
@@ -163,9 +167,9 @@ def test_preempted_requests_equal_transformers(folder: Path, reference: Any) -> 
 
 def test_the_record_equals_the_planner() -> None:
     for case in (*vllm_planner.cases(), *vllm_planner.random_cases(1, 10)):
-        for grouping in vllm_planner.groupings():
-            planned = vllm_planner.bytes_by_plan(case, grouping)
-            assert planned == vllm_planner.bytes_by_vllm(case, grouping)
+        for own_groups in vllm_planner.groupings():
+            planned = vllm_planner.bytes_by_plan(case, own_groups)
+            assert planned == vllm_planner.bytes_by_vllm(case, own_groups)
 
 
 @pytest.mark.parametrize(
@@ -231,12 +235,13 @@ def test_two_ranks_equal_transformers(
     save_hybrid(tmp_path, "qwen3", counts, WINDOW)
     reference = load_reference(tmp_path)
     prompts = random_prompts(LENGTHS)
-    plan = module_plan(two_kinds(counts, KV_HEADS, [WINDOW] * len(counts)), 2)
+    layers = two_kinds(counts, KV_HEADS, [WINDOW] * len(counts))
     with engine(tmp_path, tensor_parallel_size=2) as llm:
         _agree(reference, prompts, generate(llm, prompts, 20))
         config = llm.llm_engine.vllm_config
         # The last block that fits is a part of a request.
-        request = Request(256, BLOCK, config.max_in_flight_tokens)
+        request = _request(llm)
+        plan = module_plan(layers, request, 2)
         tokens = 2**30 / plan.request_bytes(request, BYTES_PER_HEAD) * 256
         assert config.cache_config.kv_cache_size_tokens == pytest.approx(tokens, rel=1e-3)
 

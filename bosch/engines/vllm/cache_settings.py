@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from bosch.engines.vllm.checks import grouping_of, plan_of, served_layouts
+from bosch.engines.vllm.checks import plan_of
 from bosch.engines.vllm.plan import CPU_BLOCK_SIZE, batch_tokens
 
 # vLLM configures the loggers below this name.
@@ -29,15 +29,13 @@ def choose_cache_settings(vllm_config: Any) -> None:
     """Set what the user has not set: tokens of a step, and on a CPU the block size."""
     from vllm.platforms import current_platform
 
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    scheduler = vllm_config.scheduler_config
-    ranks, on_cpu = vllm_config.parallel_config.tensor_parallel_size, current_platform.is_cpu()
-    plan = plan_of(served_layouts(model.hf_config), ranks, grouping_of(vllm_config))
-    if plan.sliding_windows and on_cpu and not cache.user_specified_block_size:
+    cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
+    windows = plan_of(vllm_config).sliding_windows
+    if windows and current_platform.is_cpu() and not cache.user_specified_block_size:
         cache.block_size = CPU_BLOCK_SIZE
         cache.user_specified_block_size = True  # or the platform would set its own later
     if (
-        plan.sliding_windows
+        windows
         and "max_num_batched_tokens" not in _user_options.get()
         and scheduler.enable_chunked_prefill
         and vllm_config.performance_mode != "throughput"
@@ -46,7 +44,7 @@ def choose_cache_settings(vllm_config: Any) -> None:
         sequences = scheduler.max_num_seqs * (1 + vllm_config.num_speculative_tokens)
         user_set = "max_num_seqs" in _user_options.get()
         scheduler.max_num_batched_tokens = batch_tokens(
-            plan.sliding_windows, scheduler.max_num_batched_tokens, sequences if user_set else 1
+            windows, scheduler.max_num_batched_tokens, sequences if user_set else 1
         )
         if not user_set:
             scheduler.max_num_seqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)

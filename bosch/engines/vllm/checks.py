@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,7 @@ def check_servable(vllm_config: Any) -> None:
     """Raise UserError if vLLM cannot serve this hybrid model with these options."""
     check_engine()
     model = vllm_config.model_config
-    layouts = served_layouts(model.hf_config)
-    plan = plan_of(
-        layouts, vllm_config.parallel_config.tensor_parallel_size, grouping_of(vllm_config)
-    )
-    check_order(plan, model.hf_config, vllm_config.lora_config)
+    check_order(plan_of(vllm_config), model.hf_config, vllm_config.lora_config)
     check_complete(Path(model.model))
 
 
@@ -69,42 +64,49 @@ def untested_version(version: str) -> str:
     )
 
 
-def grouping_of(vllm_config: Any) -> planner.Grouping:
-    """How this engine groups the modules of a hybrid."""
+def own_groups(vllm_config: Any) -> bool:
+    """Whether this engine takes groups of unequal modules from the model's class."""
     from vllm.model_executor.models import interfaces
 
     if not hasattr(interfaces, "SupportsKVCacheGrouping"):
-        return "engine"
+        return False
     from vllm import envs
     from vllm.v1.kv_cache_interface import KVCacheLayout
 
     name = vllm_config.cache_config.kv_cache_layout or envs.VLLM_KV_CACHE_LAYOUT
     layout = KVCacheLayout.__members__.get(name or "")
-    if layout is None or not (layout.is_block_outermost and layout.is_block_compact):
-        return "equal"
-    return "unequal"
+    return layout is not None and layout.is_block_outermost and layout.is_block_compact
 
 
-def plan_of(
-    layouts: Sequence[HeadLayout], ranks: int, grouping: planner.Grouping = "engine"
-) -> planner.ModulePlan:
+def plan_of(vllm_config: Any) -> planner.ModulePlan:
     """Plan of the attention modules; raises UserError for sinks, or heads that cannot be shared."""
+    model = vllm_config.model_config
+    layouts = served_layouts(model.hf_config)
     sinks = max(layout.sinks for layout in layouts)
     if sinks:
         raise UserError(
             f"hybrid_attention.sinks is {sinks}: vLLM keeps a window of a sliding head and no "
             "sinks before it; serve the model with transformers"
         )
-    rows = [
-        {group.window.size if group.window else None: len(group.heads) for group in layout.groups}
-        for layout in layouts
-    ]
-    return planner.module_plan(rows, ranks, grouping)
+    request = planner.Request(
+        planner.planned_tokens(model.max_model_len),
+        vllm_config.cache_config.block_size,
+        vllm_config.max_in_flight_tokens,
+    )
+    return planner.module_plan(
+        [
+            {group.window.size if group.window else None: len(group.heads) for group in x.groups}
+            for x in layouts
+        ],
+        request,
+        vllm_config.parallel_config.tensor_parallel_size,
+        own_groups(vllm_config),
+    )
 
 
 def check_order(plan: planner.ModulePlan, config: Any, lora: Any) -> None:
     """Raise UserError if heads must move between ranks and the weights cannot be reordered."""
-    orders = [planner.rank_order(plan, layer) for layer in range(len(plan.sizes))]
+    orders = [planner.rank_order(plan, layer) for layer in range(len(plan.heads))]
     moved = any(order != sorted(order) for order in orders)
     reason = None
     if getattr(config, "quantization_config", None) is not None:

@@ -2,7 +2,7 @@
 
 `HybridQwen3ForCausalLM` and similar classes are made at first use, from vLLM's class for the family
 or its transformers backend. After that class has built the model, each layer's attention is
-replaced by several of vLLM's modules, of equally many KV heads, with or without a window.
+replaced by several of vLLM's modules, with or without a window.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.utils import extract_layer_index
 
-from bosch.engines.vllm.checks import check_engine, grouping_of, plan_of, served_layouts
+from bosch.engines.vllm.checks import check_engine, plan_of
 from bosch.engines.vllm.groups import groups_of_modules, module_name
-from bosch.engines.vllm.plan import rank_order
+from bosch.engines.vllm.plan import Module, rank_order
 from bosch.errors import UserError
 from bosch.model.head_weights import in_order
 from bosch.model.loading import full_attention_config
@@ -39,40 +39,31 @@ _WITH_LINEAR_ATTENTION = ("FalconH1", "OlmoHybrid", "Qwen3Next", "Qwen3_5")
 
 
 class SplitAttention(nn.Module):
-    """One layer's attention in modules of `sizes` KV heads, in the order of the heads."""
+    """One layer's attention in modules, and the heads of which the output of each is used."""
 
-    def __init__(self, attentions: list[Attention], sizes: tuple[int, ...]) -> None:
+    def __init__(
+        self, attentions: list[Attention], modules: Sequence[Module], used: Sequence[range]
+    ) -> None:
         super().__init__()
         self.attentions = nn.ModuleList(attentions)
-        self.sizes, self.heads = sizes, sum(sizes)
+        self.modules_and_used = list(zip(modules, used, strict=True))
+        self.heads = used[-1].stop
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Output [T, HQ * D] of query [T, HQ * D], key and value [T, HKV * D]."""
-        chunks = (
-            torch.split(states, [size * states.shape[-1] // self.heads for size in self.sizes], -1)
-            for states in (query, key, value)
-        )
-        outputs = [
-            attention(*states) for attention, *states in zip(self.attentions, *chunks, strict=True)
-        ]
+
+        def part(states: Tensor, first: int, count: int, heads: int) -> Tensor:
+            width = states.shape[-1] // heads
+            return states.narrow(-1, first * width, count * width)
+
+        outputs = []
+        for attention, ((_, first, size), used) in zip(
+            self.attentions, self.modules_and_used, strict=True
+        ):
+            if used:
+                states = (part(x, first, size, self.heads) for x in (query, key, value))
+                outputs.append(part(attention(*states), used.start - first, len(used), size))
         return torch.cat(outputs, dim=-1)
-
-
-class WiderCachedAttention(Attention):  # type: ignore[misc]
-    """Attention in a window with another rank's wider cache (None: full).
-
-    vLLM requires the same caches on all ranks.
-    """
-
-    sliding_window: int | None
-    cache_window: int | None = None
-
-    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
-        window, self.sliding_window = self.sliding_window, self.cache_window
-        try:
-            return super().get_kv_cache_spec(vllm_config)
-        finally:
-            self.sliding_window = window
 
 
 @contextlib.contextmanager
@@ -99,36 +90,21 @@ def _recorded_arguments() -> Iterator[dict[str, dict[str, Any]]]:
         Attention.__init__ = original
 
 
-def _module_arguments(
-    arguments: dict[str, Any],
-    sizes: tuple[int, ...],
-    index: int,
-    window: int | None,
-) -> dict[str, Any]:
-    """Arguments of module `index`."""
+def _module_arguments(arguments: dict[str, Any], module: Module, index: int) -> dict[str, Any]:
+    """Arguments of a layer's module number `index`."""
     q_per_kv = arguments["num_heads"] // arguments["num_kv_heads"]
     changed = {
-        "num_heads": sizes[index] * q_per_kv,
-        "num_kv_heads": sizes[index],
-        "per_layer_sliding_window": window,
+        "num_heads": module.size * q_per_kv,
+        "num_kv_heads": module.size,
+        "per_layer_sliding_window": module.window,
         # No second number in the name, from which vLLM reads the layer's number.
         "prefix": module_name(arguments["prefix"], index),
     }
-    logits = arguments.get("sinks")
-    if logits is not None:
-        first = sum(sizes[:index]) * q_per_kv
+    if (logits := arguments.get("sinks")) is not None:
+        first = module.first * q_per_kv
         # A view of the parameter, into which weights are loaded later.
         changed["sinks"] = logits.data[first : first + changed["num_heads"]]
     return {**arguments, **changed}
-
-
-def _attention(arguments: dict[str, Any], window: int | None, cache: int | None) -> Attention:
-    """A module that attends in a window, with a cache for this or a wider window."""
-    if window == cache:
-        return Attention(**arguments)
-    attention = WiderCachedAttention(**arguments)
-    attention.cache_window = cache
-    return attention
 
 
 class HybridMixin:
@@ -139,12 +115,7 @@ class HybridMixin:
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         check_engine()
-        config = vllm_config.model_config.hf_config
-        self._hybrid_layouts = served_layouts(config)
-        plan = plan_of(
-            self._hybrid_layouts, get_tensor_model_parallel_world_size(), grouping_of(vllm_config)
-        )
-        self._hybrid_plan = plan
+        plan = self._hybrid_plan = plan_of(vllm_config)
         rank = get_tensor_model_parallel_rank()
         parent: Any = super()
         with _recorded_arguments() as records:
@@ -156,22 +127,22 @@ class HybridMixin:
             if not isinstance(attention, Attention):
                 continue
             layer = extract_layer_index(attention.layer_name)
-            caches, sizes = plan.caches[layer], plan.sizes[layer]
-            windows = plan.windows(layer, rank)
+            modules, used = plan.modules[layer], plan.used(layer, rank)
             arguments = records[attention.layer_name]
-            if arguments["num_kv_heads"] != sum(sizes) or layer in split:
+            if arguments["num_kv_heads"] != used[-1].stop or layer in split:
                 raise UserError(
                     f"{type(self).__name__}: vLLM's attention of layer {layer} is not one module "
                     "of all its heads, so that it cannot be split"
                 )
             del registered[attention.layer_name]
             attentions = [
-                _attention(_module_arguments(arguments, sizes, index, window), window, cache)
-                for index, (cache, window) in enumerate(zip(caches, windows, strict=True))
+                Attention(**_module_arguments(arguments, module, index))
+                for index, module in enumerate(modules)
             ]
-            _check_windows(attentions, windows, layer)
+            _check_windows(attentions, tuple(module.window for module in modules), layer)
             owner, _, attribute = name.rpartition(".")
-            setattr(module.get_submodule(owner), attribute, SplitAttention(attentions, sizes))
+            replacement = SplitAttention(attentions, modules, used)
+            setattr(module.get_submodule(owner), attribute, replacement)
             split.add(layer)
         self._check_all_split(split, registered)
 
@@ -201,7 +172,7 @@ class HybridMixin:
         parent: Any = super()
         orders = {
             layer: rank_order(self._hybrid_plan, layer)
-            for layer in range(len(self._hybrid_layouts))
+            for layer in range(len(self._hybrid_plan.heads))
         }
         places = module.config.hybrid_attention["weights"]
         weights = ((name, in_order(name, x, places, orders)) for name, x in weights)

@@ -1,19 +1,22 @@
 """How a hybrid's heads become vLLM's attention modules, and the size of its cache.
 
-vLLM keeps one cache per attention module and requires one page size, so every module has the same
-number g of KV heads, and every tensor-parallel rank the same modules. The plugin builds the modules
-of this plan; the figures repeat the arithmetic of vLLM's planner. The engine settings on which they
-depend are also here: plugin, plans and reports use them. Needs neither torch nor vLLM.
+vLLM keeps one cache per attention module and wants pages of one size, for which it gives smaller
+modules longer blocks: so the sizes of the modules, in KV heads, divide the widest. Modules of one
+window and size fill cache groups of equally many members. Every module and group takes time in
+each step, every unfilled group or head takes memory, and the plan has few of both. The plugin
+builds the modules of this plan; the figures repeat the arithmetic of vLLM's planner. The engine
+settings on which they depend are also here: plugin, plans and reports use them. Needs neither torch
+nor vLLM.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate, islice, pairwise
-from typing import Literal, NamedTuple, TypeAlias
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import accumulate, islice, pairwise, product
+from typing import NamedTuple, TypeAlias
 
 from bosch.errors import UserError
 from bosch.model.families import DecoderLayers
@@ -43,14 +46,10 @@ def batch_tokens(windows: Iterable[int], default: int, sequences: int = 1) -> in
     return min(default, max(_MIN_BATCH_TOKENS, min(windows, default=default), sequences))
 
 
-# How modules are cut and grouped. `engine`: equal sizes, in vLLM's groups; `equal`: equal sizes, in
-# the plugin's groups, which vLLM supports from 0.33 on; `unequal`: as few modules as fill the
-# blocks, in the plugin's groups, which needs a cache layout with blocks outermost.
-Grouping = Literal["engine", "equal", "unequal"]
-
-# Of the plugin's groups: the maximum of a kind, and the allowed factor of memory for fewer groups
-# or fewer unequal modules, since each takes time in every step.
-_MAX_GROUPS, _FEWER_GROUPS = 64, 1.05
+# The allowed factor of memory for fewer modules and groups, and what a group costs in modules.
+_FEWER, _GROUP_COST = 1.05, 8
+# Of the plugin's own groups of a kind.
+_MAX_GROUPS = 64
 
 
 @dataclass(frozen=True)
@@ -65,26 +64,17 @@ class Request:
     block_size: int
     tokens_in_flight: int
 
-    def blocks(self, window: int | None) -> int:
-        """Blocks that vLLM reserves for the request in each group of a window (None: full)."""
+    def blocks(self, window: int | None, scale: int = 1) -> int:
+        """Blocks that vLLM reserves for the request in each group of a window (None: full).
+
+        The group's blocks have `scale` times the engine's tokens.
+        """
+        block_size = scale * self.block_size
         if window is None:
-            return -(-self.tokens // self.block_size)
+            return -(-self.tokens // block_size)
         cached_tokens = min(window - 1 + self.tokens_in_flight, self.tokens)
         # One more, since a window may begin within a block.
-        return -(-cached_tokens // self.block_size) + 1
-
-
-# Request for which unequal modules are cut, since the engine's requests are not known then.
-_LONG_REQUEST = Request(32 * 1024, 16, 2048)
-
-
-class _Packing(NamedTuple):
-    """Groups of modules by kind, `num_groups` in all, for blocks of `room` KV heads; the cost."""
-
-    cost: int
-    num_groups: int
-    room: int
-    groups: dict[int | None, list[list[int]]]
+        return -(-cached_tokens // block_size) + 1
 
 
 def packed_groups(
@@ -96,7 +86,7 @@ def packed_groups(
     fit into a block (of the largest group), and by kind the indices of its modules by group.
     """
     bins = {
-        kind: [_even_bins(heads, count) for count in range(1, min(len(heads), _MAX_GROUPS) + 1)]
+        kind: [_even_bins(heads, number + 1) for number in range(min(len(heads), _MAX_GROUPS))]
         for kind, heads in modules.items()
     }
 
@@ -105,18 +95,14 @@ def packed_groups(
 
     packings = []
     for room in sorted({width(kind, groups) for kind in bins for groups in bins[kind]}):
-        fitting = {
-            kind: next((group for group in groups if width(kind, group) <= room), None)
-            for kind, groups in bins.items()
-        }
-        groups = {kind: groups for kind, groups in fitting.items() if groups is not None}
-        if len(groups) == len(bins):
-            cost = room * sum(len(parts) * blocks[kind] for kind, parts in groups.items())
-            packings.append(_Packing(cost, sum(map(len, groups.values())), room, groups))
-    limit = _FEWER_GROUPS * min(packing.cost for packing in packings)
-    affordable = [packing for packing in packings if packing.cost <= limit]
-    best = min(affordable, key=lambda packing: packing.num_groups)
-    return best.room, best.groups
+        fit = {k: [groups for groups in bins[k] if width(k, groups) <= room][:1] for k in bins}
+        if all(fit.values()):
+            chosen = {kind: groups for kind, (groups,) in fit.items()}
+            cost = room * sum(len(groups) * blocks[kind] for kind, groups in chosen.items())
+            packings.append((sum(map(len, chosen.values())), room, cost, chosen))
+    limit = _FEWER * min(cost for _, _, cost, _ in packings)
+    _, room, _, chosen = min(p for p in packings if p[2] <= limit)
+    return room, chosen
 
 
 def _even_bins(heads: Sequence[int], count: int) -> list[list[int]]:
@@ -142,125 +128,197 @@ def engine_heads(rows: Iterable[Mapping[Window | None, int]]) -> list[EngineHead
     return [{None if w is None else w.size: count for w, count in row.items()} for row in rows]
 
 
+class Module(NamedTuple):
+    """An attention module of a layer: on every rank the KV heads from `first`, in a window.
+
+    It may also compute heads of other windows, whose output is not used: those beside its own that
+    fill it up, and on several ranks those of which another rank has one more.
+    """
+
+    window: int | None
+    first: int
+    size: int
+
+
+class Pool(NamedTuple):
+    """What a request reserves and a block holds, in tokens of a KV head, and the cache groups."""
+
+    reserved: int
+    block: int
+    groups: int
+
+
 @dataclass(frozen=True)
 class ModulePlan:
-    """The attention modules of every layer on each tensor-parallel rank.
+    """The attention modules of every layer on each tensor-parallel rank, the widest window first.
 
-    `caches` holds the windows of the caches of a layer's modules (None: full), the widest first,
-    the query's own token included; `sizes` holds the modules' KV heads. The shards divide a layer's
-    `heads` of each window in units of `unit` KV heads. If they cannot divide them equally, some
-    modules have a cache that is wider than their window, so that all shards have equal caches.
+    The `shards` divide a layer's `heads` of each window. A window counts the query's own token.
     """
 
     ranks: int
     shards: int
-    unit: int
-    caches: tuple[tuple[int | None, ...], ...]
-    sizes: tuple[tuple[int, ...], ...]
     heads: tuple[EngineHeads, ...]
-    grouping: Grouping = "engine"
+    modules: tuple[tuple[Module, ...], ...]
+    own_groups: bool = False
 
     def heads_on(self, layer: int, shard: int) -> dict[int | None, int]:
-        """KV heads of each window of a layer on a shard; the first shards may have a unit more."""
-        ends = []
-        for end in accumulate(self.heads[layer].values()):
-            units = end // self.unit
-            ends.append((units // self.shards + (shard < units % self.shards)) * self.unit)
-        counts = (end - start for start, end in pairwise([0, *ends]))
+        """KV heads of each window of a layer on a shard; the first shards may have one more."""
+        ends = accumulate(self.heads[layer].values())
+        ends = [0, *(end // self.shards + (shard < end % self.shards) for end in ends)]
+        counts = (end - start for start, end in pairwise(ends))
         return dict(zip(self.heads[layer], counts, strict=True))
 
-    def windows(self, layer: int, rank: int) -> tuple[int | None, ...]:
-        """The windows (None: full) in which a layer's modules attend on a rank, in order."""
+    def used(self, layer: int, rank: int) -> list[range]:
+        """The heads of which a rank uses the output of each module of a layer, in order."""
         counts = self.heads_on(layer, rank * self.shards // self.ranks)
-        window_of_head = [window for window, count in counts.items() for _ in range(count)]
-        return tuple(window_of_head[end - 1] for end in accumulate(self.sizes[layer]))
+        ends = dict(zip(counts, accumulate(counts.values()), strict=True))
+        used, done = [], 0
+        for window, first, size in self.modules[layer]:
+            end = max(done, min(first + size, ends[window]))
+            used.append(range(done, end))
+            done = end
+        return used
 
     @property
     def sliding_windows(self) -> set[int]:
         """The windows of all sliding caches."""
-        return {window for window in self._modules if window is not None}
+        return {window for window, _ in self.kinds if window is not None}
+
+    @cached_property
+    def kinds(self) -> _Kinds:
+        """Number of modules by window and size."""
+        return Counter((m.window, m.size) for modules in self.modules for m in modules)
 
     def request_bytes(self, request: Request, bytes_per_head: int) -> int:
         """Bytes of cache that vLLM reserves for a request on one rank."""
-        width, groups = self.packing(request)
-        blocks = sum(count * request.blocks(kind) for kind, count in groups.items())
-        return blocks * width * request.block_size * bytes_per_head
+        return self.pool(request).reserved * bytes_per_head
 
-    def packing(self, request: Request) -> tuple[int, dict[int | None, int]]:
-        """KV heads that fit into a block of the cache, and the number of groups by kind."""
-        modules = self._modules
-        if self.grouping != "engine":
-            room, bins = packed_groups(modules, {kind: request.blocks(kind) for kind in modules})
-            return room, {kind: len(groups) for kind, groups in bins.items()}
-        counts = [len(heads) for heads in modules.values()]
-        smallest, largest = min(counts), max(counts)
-        size = largest if largest < _PADDED_UP_TO * smallest else smallest
-        return size * self.unit, {kind: -(-len(heads) // size) for kind, heads in modules.items()}
+    def pool(self, request: Request) -> Pool:
+        """The cache in vLLM's groups, or in the plugin's own."""
+        return (_own_pool if self.own_groups else _engine_pool)(self.kinds, request)
 
-    @cached_property
-    def _modules(self) -> dict[int | None, list[int]]:
-        """KV heads of the modules of each kind."""
-        modules: dict[int | None, list[int]] = {}
-        for caches, sizes in zip(self.caches, self.sizes, strict=True):
-            for kind, heads in zip(caches, sizes, strict=True):
-                modules.setdefault(kind, []).append(heads)
-        return modules
+
+# Number of modules by window and size.
+_Kinds: TypeAlias = Counter[tuple[int | None, int]]
+
+
+def _engine_pool(kinds: _Kinds, request: Request) -> Pool:
+    widest = max(size for _, size in kinds)
+    fewest, most = min(kinds.values()), max(kinds.values())
+    members = most if most < _PADDED_UP_TO * fewest else fewest
+    groups = {kind: -(-count // members) for kind, count in kinds.items()}
+    blocks = sum(n * request.blocks(w, widest // size) for (w, size), n in groups.items())
+    block = members * widest * request.block_size
+    return Pool(blocks * block, block, sum(groups.values()))
+
+
+def _own_pool(kinds: _Kinds, request: Request) -> Pool:
+    sizes: dict[int | None, list[int]] = {}
+    for (window, size), count in kinds.items():
+        sizes.setdefault(window, []).extend([size] * count)
+    room, bins = packed_groups(sizes, {window: request.blocks(window) for window in sizes})
+    blocks = sum(len(groups) * request.blocks(window) for window, groups in bins.items())
+    block = room * request.block_size
+    return Pool(blocks * block, block, sum(map(len, bins.values())))
 
 
 def module_plan(
-    layers: Sequence[EngineHeads], ranks: int = 1, grouping: Grouping = "engine"
+    layers: Sequence[EngineHeads], request: Request, ranks: int = 1, own_groups: bool = False
 ) -> ModulePlan:
-    """The plan for layers with these heads; UserError if the ranks cannot divide them."""
-    num_key_value_heads = sum(layers[0].values())
-    if ranks < 1 or max(ranks, num_key_value_heads) % min(ranks, num_key_value_heads):
-        raise UserError(
-            f"tensor_parallel_size: {num_key_value_heads} KV heads cannot be shared by {ranks} "
-            f"ranks; choose a divisor of {num_key_value_heads}"
-        )
-    # With more ranks than heads vLLM gives each rank a copy of one head.
-    shards = min(ranks, num_key_value_heads)
-    heads = num_key_value_heads // shards
-    unit = 1 if grouping == "unequal" else _unit(layers, heads, shards)
+    """The plan for layers with these heads and requests like `request`.
 
-    def plan_of_modules(limit: int) -> ModulePlan:
-        """The plan with modules of at most `limit` KV heads."""
-        modules: dict[tuple[tuple[int | None, int], ...], list[tuple[int | None, int]]] = {}
-        rows = [tuple(layer.items()) for layer in layers]
-        for row, layer in zip(rows, layers, strict=True):
-            if row in modules:
-                continue
-            ends = [divmod(end, unit * shards) for end in accumulate(layer.values())]
-            # Last head of each window on the shards with the fewest and the most of them.
-            fewest = [whole * unit for whole, _ in ends]
-            cached = [(whole + bool(rest)) * unit for whole, rest in ends]
-            modules[row] = []
-            # Heads with another window on some shards get their own module.
-            for start, end in pairwise(sorted({0, *fewest, *cached})):
-                cache = next(w for w, last in zip(layer, cached, strict=True) if end <= last)
-                for first in range(start, end, limit):
-                    modules[row].append((cache, min(limit, end - first)))
-        caches = tuple(tuple(kind for kind, _ in modules[row]) for row in rows)
-        sizes = tuple(tuple(size for _, size in modules[row]) for row in rows)
-        return ModulePlan(ranks, shards, unit, caches, sizes, tuple(layers), grouping)
-
-    if grouping != "unequal":
-        return plan_of_modules(unit)
-    # The largest modules that fill the blocks of a long request almost as well as single heads.
-    plans = [plan_of_modules(limit) for limit in range(heads, 0, -1)]
-    sizes = [plan.request_bytes(_LONG_REQUEST, 1) for plan in plans]
-    max_bytes = _FEWER_GROUPS * min(sizes)
-    return next(plan for plan, size in zip(plans, sizes, strict=True) if size <= max_bytes)
-
-
-def _unit(layers: Sequence[EngineHeads], heads: int, shards: int) -> int:
-    """KV heads of each module, if all are equal, with the fewest heads in a wider cache.
-
-    Among these, the fewest modules. A shard has `heads` KV heads of a layer.
+    UserError if the ranks cannot divide the heads. `own_groups`: one module for each window, in
+    groups of the plugin's own.
     """
-    largest = math.gcd(heads, *(count for layer in layers for count in layer.values()))
-    units = [unit for unit in range(largest, 0, -1) if largest % unit == 0]
-    ends = [end for layer in layers for end in list(accumulate(layer.values()))[:-1]]
-    return min(units, key=lambda unit: unit * sum(-(-end // (unit * shards)) for end in ends))
+    heads = sum(layers[0].values())
+    if ranks < 1 or max(ranks, heads) % min(ranks, heads):
+        raise UserError(
+            f"tensor_parallel_size: {heads} KV heads cannot be shared by {ranks} ranks; choose a "
+            f"divisor of {heads}"
+        )
+    return _best_plan(tuple(tuple(row.items()) for row in layers), request, ranks, own_groups)
+
+
+@lru_cache(maxsize=64)
+def _best_plan(
+    rows: tuple[tuple[tuple[int | None, int], ...], ...],
+    request: Request,
+    ranks: int,
+    own_groups: bool,
+) -> ModulePlan:
+    heads = sum(count for _, count in rows[0])
+    # With more ranks than heads vLLM gives each rank a copy of one head.
+    shards = min(ranks, heads)
+    heads //= shards
+    spans: dict[int | None, dict[int, tuple[int, int]]] = {}
+    for layer, row in enumerate(rows):
+        for (window, _), (start, end) in zip(
+            row, pairwise(accumulate((n for _, n in row), initial=0)), strict=True
+        ):
+            if end > start:
+                # From the first head on any shard to the last.
+                spans.setdefault(window, {})[layer] = (start // shards, -(-end // shards))
+    counts = {w: {i: end - first for i, (first, end) in of.items()} for w, of in spans.items()}
+    choices = []
+    for cuts in [_whole(counts)] if own_groups else _cuts(counts, heads, len(rows)):
+        kinds: _Kinds = Counter()
+        for window, cut in cuts.items():
+            kinds.update((window, size) for sizes in cut.values() for size in sizes)
+        pool = (_own_pool if own_groups else _engine_pool)(kinds, request)
+        choices.append((kinds.total() + _GROUP_COST * pool.groups, pool.reserved, cuts))
+    limit = _FEWER * min(reserved for _, reserved, _ in choices)
+    *_, cuts = min((c for c in choices if c[1] <= limit), key=lambda choice: choice[:2])
+    modules: list[list[Module]] = [[] for _ in rows]
+    for window in sorted(cuts, key=lambda w: (w is not None, -(w or 0))):
+        for layer, sizes in cuts[window].items():
+            first = spans[window][layer][0]
+            for size in sizes:
+                modules[layer].append(Module(window, min(first, heads - size), size))
+                first += size
+    heads_of = tuple(map(dict, rows))
+    return ModulePlan(ranks, shards, heads_of, tuple(map(tuple, modules)), own_groups)
+
+
+# Sizes of the modules that cover the heads of a window, by layer.
+_Cut: TypeAlias = dict[int, list[int]]
+
+
+def _whole(counts: Mapping[int | None, Mapping[int, int]]) -> dict[int | None, _Cut]:
+    return {window: {layer: [n] for layer, n in of.items()} for window, of in counts.items()}
+
+
+def _cuts(
+    counts: Mapping[int | None, Mapping[int, int]], heads: int, layers: int
+) -> Iterator[dict[int | None, _Cut]]:
+    """Cuts by window into sizes that divide the widest, down to a smallest that may be filled up.
+
+    Of all sizes but the smallest there is a multiple of some number of modules, so that they fill
+    groups; the rest is cut further.
+    """
+    numbers = sorted({-(-layers * twelfths // 12) for twelfths in range(1, 13)})
+    doubled = {n << k for n in (1, 3) for k in range(heads.bit_length())}
+    for widest, number in product(sorted({n for n in doubled if n < heads} | {heads}), numbers):
+        sizes = [size for size in range(widest, 0, -1) if widest % size == 0]
+        least = range(1, len(sizes) + 1)
+        cuts = {w: [_cut(of, sizes[:end], number) for end in least] for w, of in counts.items()}
+        for full, sliding in product(least, least):
+            yield {w: of[(full if w is None else sliding) - 1] for w, of in cuts.items()}
+
+
+def _cut(counts: Mapping[int, int], sizes: Sequence[int], number: int) -> _Cut:
+    """Cut into these sizes, of each but the smallest a multiple of `number`."""
+    cut: _Cut = {layer: [] for layer in counts}
+    rest = dict(counts)
+    for size in sizes:
+        last = size == sizes[-1]
+        spare = size - 1 if last else 0
+        fit = [layer for layer, count in rest.items() for _ in range((count + spare) // size)]
+        kept = len(fit) if last else len(fit) - len(fit) % number
+        for place in range(kept):
+            layer = fit[place * len(fit) // kept]  # evenly: pipeline stages have their share
+            cut[layer].append(size)
+            rest[layer] -= size
+    return cut
 
 
 def layers_refusal(kinds: DecoderLayers) -> str | None:
@@ -272,6 +330,11 @@ def layers_refusal(kinds: DecoderLayers) -> str | None:
     return None
 
 
+def planned_tokens(longest: int | None) -> int:
+    """Length of the request for which the modules of a model of `longest` positions are planned."""
+    return min(longest or SERVED_TOKENS[0], SERVED_TOKENS[0])
+
+
 def served_tokens(longest: int | None) -> tuple[int, ...]:
     """Lengths of requests to compare: the defaults below the model's longest, and the longest."""
     if longest is None:
@@ -279,20 +342,33 @@ def served_tokens(longest: int | None) -> tuple[int, ...]:
     return (*(tokens for tokens in SERVED_TOKENS if tokens < longest), longest)
 
 
+def gpu_plan(
+    layers: Sequence[EngineHeads], longest: int | None, tokens: int
+) -> tuple[ModulePlan, Request]:
+    """The plan for a model of `longest` positions on one large GPU, and a request of `tokens`."""
+    windows = {window for layer in layers for window, n in layer.items() if n and window}
+    in_flight = _STEPS * batch_tokens(windows, _BATCH_TOKENS)
+    request = Request(tokens, _BLOCK_SIZE, in_flight)
+    return module_plan(layers, replace(request, tokens=planned_tokens(longest))), request
+
+
 def request_bytes(
-    rows: Sequence[Mapping[Window | None, int]], kinds: DecoderLayers, itemsize: int, tokens: int
+    rows: Sequence[Mapping[Window | None, int]],
+    kinds: DecoderLayers,
+    itemsize: int,
+    tokens: int,
+    longest: int | None = None,
 ) -> int | None:
     """Bytes of cache that vLLM reserves for a request on one large GPU; None if not served.
 
-    `rows` are the heads by window of the layers with full attention in the original.
+    `rows` are the heads by window of the layers with full attention in the original, `longest` are
+    the model's positions.
     """
     sinks = any(window.sinks for row in rows for window in row if window is not None)
     if sinks or layers_refusal(kinds):
         return None
     own_windows: list[EngineHeads] = [{window: kinds.heads} for window in kinds.windows.values()]
-    plan = module_plan([*engine_heads(rows), *own_windows])
-    in_flight = _STEPS * batch_tokens(plan.sliding_windows, _BATCH_TOKENS)
-    request = Request(tokens, _BLOCK_SIZE, in_flight)
+    plan, request = gpu_plan([*engine_heads(rows), *own_windows], longest, tokens)
     return plan.request_bytes(request, 2 * kinds.head_dim * itemsize)
 
 
