@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import bz2
 import glob
-import gzip
 import io
-import lzma
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -16,59 +12,49 @@ from typing import Any, BinaryIO, NoReturn
 from bosch.errors import UserError
 from bosch.files import read_json
 
-_SUFFIXES = ("", ".gz", ".bz2", ".xz", ".zst")
-# The first bytes of a compressed file.
-_OPENERS: dict[bytes, Any] = {
-    rb"\x1f\x8b": gzip.open, rb"BZh[1-9]1AY&SY": bz2.open, rb"\xfd7zXZ\0": lzma.open,
-    rb"\x28\xb5\x2f\xfd": None,
-}  # fmt: skip
-
 
 def compressible(*suffixes: str) -> tuple[str, ...]:
     """Suffixes of plain and of compressed files."""
-    return tuple(suffix + end for suffix in suffixes for end in _SUFFIXES)
-
-
-def _compression(path: Path) -> bytes | None:
-    with open(path, "rb") as file:
-        start = file.read(10)
-    return next((mark for mark in _OPENERS if re.match(mark, start)), None)
-
-
-def is_compressed(path: Path) -> bool:
-    return _compression(path) is not None
+    ends = ("", ".gz", ".bz2", ".xz", ".zst")
+    return tuple(suffix + end for suffix in suffixes for end in ends)
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """Open a file, decompressed as its first bytes say."""
-    compression = _compression(path)
-    if compression is None:
-        return path.open("rb")
-    if _OPENERS[compression]:
-        return _OPENERS[compression](path)
-    import pyarrow as pa
+    """Open a file, decompressed as its suffix says."""
+    import fsspec
 
-    return io.BufferedReader(pa.input_stream(str(path), compression="zstd"))  # type: ignore[return-value]
+    register_zstd()
+    return fsspec.open(str(path), compression="infer").open()
+
+
+def register_zstd() -> None:
+    """Let fsspec open .zst, for which it needs another package."""
+    import pyarrow as pa
+    from fsspec.compression import compr, register_compression
+
+    def opened(file: Any, mode: str = "rb", **_: Any) -> io.BufferedReader:
+        return io.BufferedReader(pa.input_stream(file, compression="zstd"))  # type: ignore[arg-type]
+
+    if "zstd" not in compr:
+        register_compression("zstd", opened, "zst")
 
 
 def files_of(where: str, pattern: str, suffixes: tuple[str, ...] = ("",)) -> list[Path]:
-    """Files named by `pattern` (a file, a folder with all below it, or a glob), in order.
+    """Files named by `pattern` (a file, a folder with all below it, or a glob of both), in order.
 
     In a folder only files that end with one of `suffixes` and are not hidden count. Raises
     UserError when there is no such file, with `where` as its path.
     """
     path = Path(pattern).expanduser()
-    if path.is_dir():
-        files = [file for file in files_below(path) if file.name.endswith(suffixes)]
-        if not files:
-            plain = [suffix for suffix in suffixes if suffix.count(".") == 1]
-            expected = " or ".join(plain) or "file"
-            raise UserError(f"the folder {pattern} holds no {expected}", where)
-    else:
-        matches = [path] if path.exists() else map(Path, glob.glob(str(path), recursive=True))
-        files = [match for match in matches if match.is_file()]
-        if not files:
-            raise UserError(f"{pattern} names no file; expected a file, a folder or a glob", where)
+    matches = [path] if path.exists() else [*map(Path, glob.glob(str(path), recursive=True))]
+    files = {match for match in matches if match.is_file()}
+    for folder in filter(Path.is_dir, matches):
+        files |= {file for file in files_below(folder) if file.name.endswith(suffixes)}
+    if not matches:
+        raise UserError(f"{pattern} names no file; expected a file, a folder or a glob", where)
+    if not files:
+        plain = [suffix for suffix in suffixes if suffix.count(".") == 1]
+        raise UserError(f"the folder {pattern} holds no {' or '.join(plain) or 'file'}", where)
     return sorted(files)
 
 

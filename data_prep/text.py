@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from bosch.errors import UserError
 from bosch.files import load_json
-from data_prep.source_files import files_below, open_plain
-
-_PROSE_SUFFIXES = (".txt", ".md", ".json")
+from data_prep.source_files import files_of, open_plain
 
 
 def read_utf8(path: Path) -> str:
@@ -33,7 +31,8 @@ def haystack_words(essay_dir: str | Path | None) -> list[str]:
     if essay_dir is None:
         words = " ".join(pydoc_topics().values()).split()
     else:
-        words = " ".join(_read_prose(path) for path in haystack_files(Path(essay_dir))).split()
+        files = files_of("essay_dir", str(essay_dir), (".txt", ".md", ".json"))
+        words = " ".join(map(_read_prose, files)).split()
     if not words:
         raise UserError(f"essay_dir {essay_dir}: the files hold no text; name a folder of prose")
     return words
@@ -59,21 +58,6 @@ def pydoc_topics() -> dict[str, str]:
     return dict(sorted(topics.items()))
 
 
-def haystack_files(
-    folder: Path, name: str = "essay_dir", suffixes: tuple[str, ...] = _PROSE_SUFFIXES
-) -> list[Path]:
-    """The folder's text files, sorted by name, without hidden ones.
-
-    Raises UserError if there is none.
-    """
-    if not folder.is_dir():
-        raise UserError(f"{name} {folder}: no such folder; name a folder of .txt or .md files")
-    files = sorted(path for path in files_below(folder) if path.suffix in suffixes)
-    if not files:
-        raise UserError(f"{name} {folder}: holds no {', '.join(suffixes)} file")
-    return files
-
-
 def _read_prose(path: Path) -> str:
     if path.suffix != ".json":
         return read_utf8(path)
@@ -97,36 +81,7 @@ def encode_answer(tokenizer: Any, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-class TokenCounter:
-    """Counts tokens of prompts without special tokens, like RULER; `calls` of the tokenizer."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._special = len(encode_prompt(tokenizer, ""))
-        self._last: tuple[str, list[int]] = ("", [])
-        self.calls = 0
-
-    def ids(self, text: str) -> list[int]:
-        """The prompt's ids, opening special tokens included."""
-        if not text or text != self._last[0]:
-            self.calls += 1
-            self._last = (text, encode_prompt(self._tokenizer, text))
-        return self._last[1]
-
-    def tokens(self, text: str) -> int:
-        return len(self.ids(text)) - self._special
-
-    def fits(self, text: str, limit: int, noise: int = 0) -> bool:
-        """Whether the text has at most `limit` tokens; tokenises only if the number is close.
-
-        `noise`: additional difference in tokens between texts of equal length.
-        """
-        last_text, ids = self._last
-        if last_text:
-            per_character = len(ids) / len(last_text)
-            added = len(text) - len(last_text)
-            slack = 0.4 * per_character * abs(added) + limit / 256 + 32 + noise
-            distance = len(ids) + per_character * added - limit
-            if abs(distance) > slack:
-                return distance < 0
-        return self.tokens(text) <= limit
+def token_counter(tokenizer: Any) -> Callable[[str], int]:
+    """A function that counts a text's tokens without special ones, like RULER."""
+    special = len(encode_prompt(tokenizer, ""))
+    return lambda text: len(encode_prompt(tokenizer, text)) - special

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from bosch.errors import RunError
-from bosch.progress import progress
 from data_prep.tasks.needles import Needle, SeedSpace
 from data_prep.tasks.ruler import Corpus, make_rows
-from data_prep.tasks.tables import PROMPTS_PER_EXAMPLE
 from data_prep.tasks.words import OWN_WORDS
 from data_prep.text import encode_prompt
 
@@ -39,34 +37,16 @@ class Prompt:
 
 
 def write_calibration(
-    folder: Path,
-    *,
-    tasks: Sequence[str],
-    examples: int,
-    length: int,
-    new_tokens: Callable[[str], int],
-    seed: int,
-    tokenizer: Any,
-    essay_words: Sequence[str],
+    folder: Path, prompts: Iterable[Prompt], examples: int, tokenizer: Any
 ) -> dict[str, Any]:
-    """Write prompts.jsonl; returns statistics."""
+    """Write prompts.jsonl, those after `examples` as spare; returns their sizes in tokens."""
     folder.mkdir(parents=True, exist_ok=True)
-    sizes, count = [], PROMPTS_PER_EXAMPLE * examples
-    prompts = needle_prompts(
-        tasks, count, length, new_tokens, "calibration", seed, tokenizer, essay_words
-    )
-    with (
-        (folder / _PROMPTS).open("w") as file,
-        progress(count, "calibration prompts", "prompts") as bar,
-    ):
+    sizes = []
+    with (folder / _PROMPTS).open("w") as file:
         for index, prompt in enumerate(prompts):
             sizes.append(len(encode_prompt(tokenizer, prompt.prompt + prompt.prefix)))
             file.write(json.dumps({**asdict(prompt), "spare": index >= examples}) + "\n")
-            bar.update()
-    return {
-        "tasks": list(tasks), "examples": examples, "length": length,
-        "shortest": min(sizes), "longest": max(sizes),
-    }  # fmt: skip
+    return {"shortest": min(sizes), "longest": max(sizes)}
 
 
 def needle_prompts(

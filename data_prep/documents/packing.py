@@ -6,63 +6,43 @@ import itertools
 import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from data_prep.documents.tokenization import TokenisedSource
+from data_prep.documents.tokenization import Tokenised
 
 logger = logging.getLogger(__name__)
 
 IGNORED = -100  # label of a token that is not learnt
-FILE_TOKENS = 128 * 2**20
 BATCH_TOKENS = 2**20
 
 
 class DocumentStream:
     """Endless documents of one source, in a new random order in each pass."""
 
-    def __init__(self, tokenised: TokenisedSource, seed: int, number: int) -> None:
-        self.name = tokenised.source.name
-        self.available_tokens = tokenised.tokens
-        self.documents = self.tokens = self.passes = 0
-        self._blocks = tokenised.blocks
-        counts = [block.documents for block in self._blocks]
-        self._first = np.concatenate([[0], np.cumsum(counts)])
-        self._seed = (seed, number)
-        self._numbers = self._rows = np.empty(0, np.int64)  # block and row of each document
-        self._next = 0
-
-    @property
-    def epochs(self) -> float:
-        """Tokens read so far over the source's tokens; above 1 documents repeat."""
-        return self.tokens / self.available_tokens
+    def __init__(self, tokenised: Tokenised) -> None:
+        self.tokenised = tokenised
+        self.documents = self.tokens = 0
+        self._endless = self._passes()
 
     def next(self) -> np.ndarray:
         """The next document's token ids, [n] int32, read-only."""
-        if self._next == len(self._rows):
-            self._shuffle()
-        block, row = self._blocks[self._numbers[self._next]], self._rows[self._next]
-        self._next += 1
-        ids = block.ids[block.offsets[row] : block.offsets[row + 1]]
+        ids = next(self._endless)
         self.documents += 1
         self.tokens += len(ids)
         return ids
 
-    def _shuffle(self) -> None:
-        if self.passes == 1:
-            logger.warning(
-                "source %s has only %s tokens and is repeated", self.name,
-                f"{self.available_tokens:,}",
-            )  # fmt: skip
-        rng = np.random.default_rng([*self._seed, self.passes])
-        order = rng.permutation(int(self._first[-1]))
-        self._numbers = np.searchsorted(self._first, order, side="right") - 1
-        self._rows = order - self._first[self._numbers]
-        self._next = 0
-        self.passes += 1
+    def _passes(self) -> Iterator[np.ndarray]:
+        ids, offsets, source = self.tokenised.ids, self.tokenised.offsets, self.tokenised.source
+        for number in itertools.count():
+            if number == 1:
+                logger.warning(
+                    "source %s has only %s tokens and is repeated", source.name, f"{len(ids):,}"
+                )
+            order = np.random.default_rng([source.seed, number]).permutation(len(offsets) - 1)
+            yield from (ids[offsets[row] : offsets[row + 1]] for row in order)
 
 
 def mix(
@@ -74,33 +54,20 @@ def mix(
     a whole document ahead. The last document is cut; its stream does not count the rest.
     """
     shares = [weight / sum(weights) for weight in weights]
-    emitted = [0] * len(streams)
-    total = 0
-    while total < tokens:
-        gaps = [share * total - count for share, count in zip(shares, emitted, strict=True)]
-        behind = gaps.index(max(gaps))
-        document = streams[behind].next()
-        if len(document) > tokens - total:
-            streams[behind].tokens -= len(document) - (tokens - total)
-            document = document[: tokens - total]
-        emitted[behind] += len(document)
-        total += len(document)
-        yield document
+    while (total := sum(stream.tokens for stream in streams)) < tokens:
+        gaps = [share * total - s.tokens for share, s in zip(shares, streams, strict=True)]
+        behind = streams[gaps.index(max(gaps))]
+        document = behind.next()
+        surplus = max(0, len(document) - (tokens - total))
+        behind.tokens -= surplus
+        yield document[: len(document) - surplus]
 
 
-@dataclass(frozen=True)
-class Packed:
-    """One sequence: signed ids [sequence_length] int32, and the lengths of its documents.
+class Packed(NamedTuple):
+    """One sequence; the rest of a document that did not fit is a document of the next one."""
 
-    The rest of a document that did not fit is a document of the next sequence.
-    """
-
-    signed: np.ndarray
+    signed: np.ndarray  # [sequence_length] int32
     document_lengths: list[int]
-
-    @property
-    def input_ids(self) -> np.ndarray:
-        return np.where(self.signed < 0, ~self.signed, self.signed)
 
 
 def pack(documents: Iterable[np.ndarray], sequence_length: int) -> Iterator[Packed]:
@@ -125,64 +92,33 @@ def pack(documents: Iterable[np.ndarray], sequence_length: int) -> Iterator[Pack
 
 
 def write_dataset(
-    folder: Path,
-    sequences: Iterable[Packed],
-    count: int,
-    sequence_length: int,
-    with_labels: bool = False,
+    folder: Path, sequences: Iterable[Packed], sequence_length: int, with_labels: bool = False
 ) -> None:
-    """Write `count` sequences in order, as a dataset that `datasets.load_from_disk` opens.
+    """Write a dataset that `datasets.load_from_disk` opens.
 
     Columns: `input_ids`, a list of `sequence_length` int32; `document_lengths`, a list of int32
-    that sums to `sequence_length`; and
-    `labels`, if wanted: the ids, with `IGNORED` for those that are not learnt.
+    that sums to `sequence_length`; and `labels`, if wanted: the ids, with `IGNORED` for those that
+    are not learnt.
     """
-    from datasets import DatasetInfo, Features, Value
-    from datasets import Sequence as ListOf
+    from datasets import DatasetInfo, Features, List, Value
+    from datasets.arrow_writer import ArrowWriter
 
-    columns = {
-        "input_ids": ListOf(Value("int32"), length=sequence_length),
-        "document_lengths": ListOf(Value("int32")),
-    }
-    if with_labels:
-        columns["labels"] = columns["input_ids"]
-    features = Features(columns)
+    tokens = List(Value("int32"), length=sequence_length)
+    columns = {"input_ids": tokens, "document_lengths": List(Value("int32"))}
+    features = Features(columns | ({"labels": tokens} if with_labels else {}))
     folder.mkdir(parents=True, exist_ok=True)
-    per_file = max(1, FILE_TOKENS // sequence_length)
-    starts = range(0, count, per_file)
-    names = [f"data-{index:05d}-of-{len(starts):05d}.arrow" for index in range(len(starts))]
-    iterator = iter(sequences)
-    for name, start in zip(names, starts, strict=True):
-        rows = itertools.islice(iterator, min(per_file, count - start))
-        _write_file(folder / name, rows, sequence_length, features.arrow_schema)
+    file, rows = "data-00000-of-00001.arrow", max(1, BATCH_TOKENS // sequence_length)
+    path = str(folder / file)
+    with ArrowWriter(features=features, path=path, writer_batch_size=rows) as writer:
+        for signed, lengths in sequences:
+            row = {"input_ids": np.maximum(signed, ~signed), "document_lengths": lengths}
+            labels = np.where(signed < 0, IGNORED, signed)
+            writer.write(row | ({"labels": labels} if with_labels else {}))
+        writer.finalize()
     DatasetInfo(features=features).write_to_directory(str(folder))
     state: dict[str, Any] = {
         **dict.fromkeys(("_format_columns", "_format_type", "_split")),
-        "_data_files": [{"filename": name} for name in names],
-        "_fingerprint": f"{count:x}-{sequence_length:x}",
-        "_format_kwargs": {},
-        "_output_all_columns": False,
-    }
+        "_data_files": [{"filename": file}], "_fingerprint": "packed",
+        "_format_kwargs": {}, "_output_all_columns": False,
+    }  # fmt: skip
     (folder / "state.json").write_text(json.dumps(state, indent=2))
-
-
-def _write_file(path: Path, sequences: Iterator[Packed], length: int, schema: Any) -> None:
-    import pyarrow as pa
-
-    per_batch = max(1, BATCH_TOKENS // length)
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
-        while batch := list(itertools.islice(sequences, per_batch)):
-            signed = np.stack([packed.signed for packed in batch])
-            columns = {
-                "input_ids": _fixed_lists(np.where(signed < 0, ~signed, signed)),
-                "document_lengths": [packed.document_lengths for packed in batch],
-                "labels": _fixed_lists(np.where(signed < 0, IGNORED, signed)),
-            }
-            columns = {name: columns[name] for name in schema.names}
-            writer.write_batch(pa.RecordBatch.from_pydict(columns, schema))
-
-
-def _fixed_lists(rows: np.ndarray) -> Any:
-    import pyarrow as pa
-
-    return pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), rows.shape[1])

@@ -58,7 +58,7 @@ _LINE_ENDS = ("\n", "; ", ".\n", " | ")
 _EXAMPLE = {"numbers": "1234567", "uuids": "0" * 36}
 
 
-def key_value_list(rng: Random, characters: int) -> Document:
+def key_value_list(rng: Random, characters: int, prose: Sequence[str]) -> Document:
     """Pairs of distinct keys and values, then the keys in random order with values to recall."""
     make_key, make_value = rng.choice(_KEYS), rng.choice(_VALUES)
     separator, end = rng.choice(_SEPARATORS), rng.choice(_LINE_ENDS)
@@ -84,7 +84,7 @@ def key_value_list(rng: Random, characters: int) -> Document:
     return document
 
 
-def two_hops(rng: Random, characters: int) -> Document:
+def two_hops(rng: Random, characters: int, prose: Sequence[str]) -> Document:
     """Keys that point to other keys with values, and queries for the value behind a pointer."""
     lines, answers, keys = [], [], set[str]()
     length = 0
@@ -187,14 +187,8 @@ def retrieval_document(
     weights: Sequence[float] = (0.4, 0.4, 0.1, 0.1),
 ) -> Document:
     """One document of about `characters` characters; `weights`: list, needle, repeat, two hops."""
-    match rng.choices(("list", "needle", "repeat", "hops"), weights)[0]:
-        case "list":
-            return key_value_list(rng, characters)
-        case "needle":
-            return needle_document(rng, characters, prose)
-        case "repeat":
-            return repeated_spans(rng, characters, prose)
-    return two_hops(rng, characters)
+    kinds = key_value_list, needle_document, repeated_spans, two_hops
+    return rng.choices(kinds, weights)[0](rng, characters, prose)
 
 
 def retrieval_documents(

@@ -12,8 +12,6 @@ import zlib
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from data_prep.tasks.words import word_key
-
 SeedSpace = Literal["calibration", "evaluation", "training"]
 Needle = tuple[str, str]
 
@@ -33,11 +31,6 @@ class Draft(NamedTuple):
     prefix: str
     answers: list[str]
     needles: list[Needle]
-
-    @property
-    def prompt(self) -> str:
-        """The text without the beginning of the answer."""
-        return self.text[: len(self.text) - len(self.prefix)]
 
 
 def needle_sentence(key: str, value: str, kind: str) -> str:
@@ -65,9 +58,7 @@ def instruction(kind: str, many: bool = False) -> str:
     )
 
 
-def draw_value(rng: random.Random, kind: Literal["words", "numbers", "uuids"]) -> str:
-    if kind == "words":
-        return word_key(rng)
+def draw_value(rng: random.Random, kind: Literal["numbers", "uuids"]) -> str:
     if kind == "numbers":
         return str(rng.randrange(1_000_000, 10_000_000))
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))

@@ -35,8 +35,8 @@ from data_prep.tasks.needles import (
 )
 from data_prep.tasks.questions import read_questions
 from data_prep.tasks.tables import DATA_FILES, RULER_NEEDLES, TaskSpec
-from data_prep.tasks.words import WordLists, ruler_words, split_as_ruler, split_by_rule
-from data_prep.text import TokenCounter
+from data_prep.tasks.words import WordLists, ruler_words, sentence_splitter, split_by_rule
+from data_prep.text import token_counter
 
 # Places of a needle, in percent of an essay's sentences.
 _DEPTHS = [round(100 * number / 39) for number in range(40)]
@@ -66,13 +66,12 @@ class RulerTask(ABC):
 
     step: int  # RULER's decrement for a haystack that does not fit
     smallest = 1
-    spread = 0  # difference in tokens between drafts of equal characters
 
     def __init__(
-        self, corpus: Corpus, seed: int, length: int, new_tokens: int, counter: TokenCounter
+        self, corpus: Corpus, seed: int, length: int, new_tokens: int, tokens: Callable[[str], int]
     ) -> None:
         self.corpus, self.seed, self.length, self.new_tokens = corpus, seed, length, new_tokens
-        self.counter = counter
+        self.tokens = tokens  # of a text
         self.is_short = length < SHORTEST_LENGTH
         self.random = random.Random(seed)
         self.numbers = np.random.RandomState(seed)
@@ -93,7 +92,7 @@ class RulerTask(ABC):
     def _bisect(self, limit: int) -> None:
         """RULER's bisection, up to three times the size that the tokens of one step suggest."""
         first = max(self.step, self.smallest)
-        per_unit = self.counter.tokens(self.draw(0, first).text) / first
+        per_unit = self.tokens(self.draw(0, first).text) / first
         # Below RULER's lengths a step is small compared with the other text of the prompt.
         short = self.length if self.is_short else 0
         most = max(int(self.length / per_unit * 3), 2 * first, short)
@@ -107,7 +106,7 @@ class RulerTask(ABC):
         self.size = low
         while low <= high:
             middle = (low + high) // 2
-            if self.counter.fits(self.draw(0, middle).text, limit, self.spread):
+            if self.tokens(self.draw(0, middle).text) <= limit:
                 self.size, low = middle, middle + 1
             else:
                 high = middle - 1
@@ -117,22 +116,23 @@ class RulerTask(ABC):
 
         Raises UserError if not even the shortest haystack fits.
         """
-        size, sizes = self.size, list[int]()
-        while True:
-            sizes.append(size)
+        size, redraws = self.size, 0
+        while redraws < _REDRAWS:
             draft = self.draft(index, size)
-            tokens = self.counter.tokens(draft.text) + self.new_tokens
+            tokens = self.tokens(draft.text) + self.new_tokens
             if tokens <= self.length:
                 return draft
             if size > max(self.step, self.smallest):
                 size = max(self.smallest, size - self.step)
-            elif sizes.count(size) >= _REDRAWS:
-                if size <= self.smallest:
-                    raise UserError(
-                        f"it does not fit into {self.length} tokens: its shortest sample has "
-                        f"{tokens}; raise the length or leave the task out"
-                    )
-                size = max(self.smallest, size // 2)
+            else:
+                redraws += 1
+        raise self._too_short(tokens)
+
+    def _too_short(self, tokens: int) -> UserError:
+        return UserError(
+            f"it does not fit into {self.length} tokens: its shortest sample has {tokens}; raise "
+            "the length or leave the task out"
+        )
 
     def _step(self, regular: int, short: int) -> int:
         return max(short, 1) if self.is_short else regular
@@ -144,13 +144,12 @@ class NeedleTask(RulerTask):
     def __init__(self, spec: TaskSpec, *args: Any) -> None:
         super().__init__(*args)
         self.spec = spec
-        self.smallest = spec.keys if spec.haystack != "essay" else 1
-        self.step = max(
-            self.smallest,
-            self._step(500, self.length // 64)
-            if spec.haystack == "essay"
-            else self._step(25, self.length // 1024),
+        is_essay = spec.haystack == "essay"
+        self.smallest = 1 if is_essay else spec.keys
+        step = (
+            self._step(500, self.length // 64) if is_essay else self._step(25, self.length // 1024)
         )
+        self.step = max(self.smallest, step)
 
     def draw(self, index: int, size: int) -> Draft:
         spec, rng = self.spec, self.random
@@ -172,8 +171,10 @@ class NeedleTask(RulerTask):
                 texts += [" ".join(sentences[begin:place]), needle]
             context = " ".join([*texts, " ".join(sentences[places[-1] :])])
         else:
-            is_noise = spec.haystack == "noise"
-            lines = [NOISE_LINE if is_noise else self._distractor(keys) for _ in range(size)]
+            lines = [NOISE_LINE] * size
+            if spec.haystack == "needles":
+                others = ((key := self._draw_key(keys), self._draw_value(key)) for _ in lines)
+                lines = [needle_sentence(key, value, spec.value) for key, value in others]
             context = "\n".join(_hide(needles, lines, rng.sample(range(size), len(needles))))
         chosen = rng.sample(range(spec.keys), spec.queries)
         per_key = spec.values
@@ -187,31 +188,26 @@ class NeedleTask(RulerTask):
 
     def _draw_key(self, used_keys: Sequence[str]) -> str:
         """A key; with the few built-in words one that is not used yet."""
-        if self.spec.key != "words":
-            return draw_value(self.random, self.spec.key)
-        while True:
-            key = self.random.choice(self.corpus.words.keys)
-            if self.corpus.words.is_upstream or key not in used_keys:
-                return key
+        if self.spec.key == "uuids":
+            return draw_value(self.random, "uuids")
+        words = self.corpus.words
+        draws = iter(lambda: self.random.choice(words.keys), None)
+        return next(key for key in draws if words.upstream or key not in used_keys)
 
     def _draw_value(self, key: str) -> str:
         """A value; with the built-in words one that belongs to the corpus's seed space."""
-        while True:
-            value = draw_value(self.random, self.spec.value)
-            if self.corpus.words.is_upstream or pair_owner(key, value) == self.corpus.space:
-                return value
+        upstream, space = self.corpus.words.upstream, self.corpus.space
+        draws = iter(lambda: draw_value(self.random, self.spec.value), None)
+        return next(value for value in draws if upstream or pair_owner(key, value) == space)
 
     @lru_cache(maxsize=4)  # noqa: B019 - a task's samples have two or three sizes
     def _sentences(self, start: int, size: int) -> list[str]:
         """Sentences of `size` words from `start`; the essay is repeated where it ends."""
         words = itertools.islice(itertools.cycle(self.corpus.essay), start, start + size)
         # The calibration set does not depend on what is installed.
-        split = split_as_ruler if self.corpus.space == "evaluation" else split_by_rule
+        is_ruler = self.corpus.space == "evaluation"
+        split = sentence_splitter()[0] if is_ruler else split_by_rule
         return split(" ".join(words))
-
-    def _distractor(self, used_keys: Sequence[str]) -> str:
-        key = self._draw_key(used_keys)
-        return needle_sentence(key, self._draw_value(key), self.spec.value)
 
 
 def _hide(needles: Sequence[str], texts: list[str], places: Sequence[int]) -> list[str]:
@@ -219,6 +215,14 @@ def _hide(needles: Sequence[str], texts: list[str], places: Sequence[int]) -> li
     for place, needle in zip(sorted(places, reverse=True), needles, strict=True):
         texts.insert(place, needle)
     return texts
+
+
+def _distinct(draw: Callable[[], str], count: int) -> list[str]:
+    """The first `count` different draws."""
+    drawn: dict[str, None] = {}
+    while len(drawn) < count:
+        drawn[draw()] = None
+    return list(drawn)
 
 
 class VariableTracking(RulerTask):
@@ -234,20 +238,14 @@ class VariableTracking(RulerTask):
         self.length, self.new_tokens = min(self._EXAMPLE_LENGTH, length // 2), 0
         self.step = 5
         self._bisect(self.length)
-        try:
-            draft = self.sample(0)
-        except UserError:
-            raise UserError(
-                f"its worked example does not fit into {self.length} of {length} tokens; raise the "
-                "length or leave the task out"
-            ) from None
+        draft = self.sample(0)
         self._example = f"{draft.text} {' '.join(draft.answers)}\n"
         self._example_names = draft.answers
         self.length, self.new_tokens = length, new_tokens
         self.step = self._step(10, self.length // 1024)
 
     def fit(self) -> None:
-        example = self.counter.tokens(self._example)
+        example = self.tokens(self._example)
         self._bisect(self.length - self.new_tokens - example)
 
     def draw(self, index: int, size: int) -> Draft:
@@ -280,12 +278,8 @@ class VariableTracking(RulerTask):
         return example.replace(self._EXAMPLE_VALUE, value) + "\n"
 
     def _chain(self) -> tuple[list[str], list[str]]:
-        count = _CHAIN_HOPS + 1
         letters = 5 if self._example else 3
-        drawn = [self._name(letters) for _ in range(count)]
-        while len(set(drawn)) < count:
-            drawn.append(self._name(letters))
-        names = list(dict.fromkeys(drawn))
+        names = _distinct(lambda: self._name(letters), _CHAIN_HOPS + 1)
         value = str(self.numbers.randint(10000, 99999)) if self._example else self._EXAMPLE_VALUE
         links = [f"VAR {name} = VAR {earlier} " for earlier, name in itertools.pairwise(names)]
         return names, [f"VAR {names[0]} = {value}", *links]
@@ -299,7 +293,6 @@ class CommonWords(RulerTask):
 
     step = 10
     smallest = _COMMON_WORDS
-    spread = 500  # since ten words occur thirty times each
     _PREFIX = " Answer: The top 10 words that appear most often in the list are:"
 
     def __init__(self, *args: Any) -> None:
@@ -312,11 +305,11 @@ class CommonWords(RulerTask):
     def fit(self) -> None:
         """As `RulerTask.fit`; raises UserError if there are too few words for the length."""
         first = min(4096, self._available)
-        per_word = self.counter.tokens(self.draw(0, first).text) / first
+        per_word = self.tokens(self.draw(0, first).text) / first
         low, high = self.step, max(int(self.length // per_word) * 2, 2 * self.step)
         self._halve(low, min(high, self._available), self.length - self.new_tokens)
         if self.size == self._available:
-            is_fallback = not self.corpus.words.is_upstream
+            is_fallback = not self.corpus.words.upstream
             package = "install the package wonderwords, and " if is_fallback else ""
             raise UserError(
                 f"there are {self._available:,} different words, too few for {self.length:,} "
@@ -379,41 +372,25 @@ class FrequentWords(RulerTask):
         """Set `size` to the most words below the length, in RULER's steps."""
         size = self._limit // self._LETTERS
         text = self.draw(0, size).text
-        while self.counter.fits(text, self._limit - 1):
+        while self.tokens(text) < self._limit:
             size += self.step
             text = self._text(size)
         self.size = size - self.step
 
     def draw(self, index: int, size: int) -> Draft:
-        count = max(self._limit // 50, 4)
-        words = [self._word() for _ in range(count)]
-        while len(set(words)) < count:
-            words.append(self._word())
-        self._vocabulary = sorted(set(words))
+        self._vocabulary = sorted(_distinct(self._word, max(self._limit // 50, 4)))
         random.Random(self.seed).shuffle(self._vocabulary)
         self._vocabulary[0] = "..."
         return Draft(self._text(size), self._PREFIX, self._vocabulary[1:4], [])
 
     def sample(self, index: int) -> Draft:
         draft, size = self.draw(index, self.size), self.size
-        while self.counter.tokens(draft.text) > self._limit or not self._has_three(size):
+        while (tokens := self.tokens(draft.text)) > self._limit:
             if size <= self.step:
-                raise UserError(
-                    f"it does not fit into {self.length} tokens: that many hold no three words "
-                    "which appear more often than all others; raise the length or leave the task "
-                    "out"
-                )
-            size -= self.step if self._has_three(size) else 1
+                raise self._too_short(tokens)
+            size -= self.step
             draft = draft._replace(text=self._text(size))
         return draft
-
-    def _has_three(self, size: int) -> bool:
-        """Whether the answers, ranks 2 to 4, are in the text and more frequent than the rest.
-
-        Always true from 53 words on, and RULER's lengths have more.
-        """
-        fourth, fifth = (int(size / rank**2 / self._ZETA_2) for rank in (4, 5))
-        return fourth > fifth
 
     def _text(self, size: int) -> str:
         ranks = np.arange(1, len(self._vocabulary) + 1)
@@ -456,20 +433,18 @@ class QuestionAnswering(RulerTask):
                 "evaluate.ruler.samples"
             )
         question = self._questions[index]
-        relevant, related = question.documents, question.related
-        size = max(size, len(relevant))
-        count = size - len(relevant)
-        if size >= len(self._documents):
-            repeats = math.ceil(size / len(self._documents))
-            documents = (self._documents * repeats)[:size]
-        elif count > len(related):
-            close = {*relevant, *related}
-            unrelated = [at for at in range(len(self._documents)) if at not in close]
-            distractors = related + self.random.sample(unrelated, count - len(related))
-            documents = [self._documents[at] for at in relevant + distractors]
+        relevant, related, every = question.documents, question.related, self._documents
+        count = max(size - len(relevant), 0)
+        if size >= len(every):
+            documents = list(itertools.islice(itertools.cycle(every), size))
         else:
-            distractors = self.random.sample(related, count)
-            documents = [self._documents[at] for at in relevant + distractors]
+            if count > len(related):
+                close = {*relevant, *related}
+                unrelated = [at for at in range(len(every)) if at not in close]
+                distractors = related + self.random.sample(unrelated, count - len(related))
+            else:
+                distractors = self.random.sample(related, count)
+            documents = [every[at] for at in relevant + distractors]
         random.Random(self.seed).shuffle(documents)
         context = "\n\n".join(f"Document {i}:\n{d}" for i, d in enumerate(documents, 1))
         text = (
@@ -480,13 +455,13 @@ class QuestionAnswering(RulerTask):
 
 
 def ruler_task(
-    task: str, corpus: Corpus, seed: int, length: int, new_tokens: int, counter: TokenCounter
+    task: str, corpus: Corpus, seed: int, length: int, new_tokens: int, tokens: Callable[[str], int]
 ) -> RulerTask:
     """The samples of a task at one length.
 
     Raises UserError if a required file is damaged, or vt's worked example does not fit.
     """
-    arguments = (corpus, seed, length, new_tokens, counter)
+    arguments = (corpus, seed, length, new_tokens, tokens)
     if task in RULER_NEEDLES:
         return NeedleTask(RULER_NEEDLES[task], *arguments)
     if task in ("qa_1", "qa_2"):
@@ -514,14 +489,13 @@ def make_rows(
     required file is missing or damaged.
     """
     try:
-        samples = ruler_task(task, corpus, seed, length, new_tokens, TokenCounter(tokenizer))
+        counter = token_counter(tokenizer)
+        samples = ruler_task(task, corpus, seed, length, new_tokens, counter)
         samples.fit()
         for index in range(count):
-            draft = samples.sample(index)
-            yield {
-                "length": length, "prompt": draft.prompt, "prefix": draft.prefix,
-                "answers": draft.answers, "needles": draft.needles,
-            }  # fmt: skip
+            row = samples.sample(index)._asdict()
+            prompt = row.pop("text").removesuffix(row["prefix"])
+            yield {"length": length, "prompt": prompt, **row}
     except UserError as fault:
         raise UserError(f"{task} at {length:,} tokens: {fault}") from None
 

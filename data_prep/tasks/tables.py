@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
-Haystack = Literal["noise", "essay", "needles"]
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 
-@dataclass(frozen=True)
-class TaskSpec:
+class TaskSpec(NamedTuple):
     """Parameters of a needle task."""
 
-    haystack: Haystack
+    haystack: Literal["noise", "essay", "needles"]
     key: Literal["words", "uuids"]
     value: Literal["numbers", "uuids"]
     keys: int
@@ -20,14 +16,6 @@ class TaskSpec:
     queries: int = 1
 
 
-NeedleTask = Literal[
-    "niah_single_1",
-    "niah_single_2",
-    "niah_single_3",
-    "niah_multikey_1",
-    "niah_multikey_2",
-    "niah_multikey_3",
-]
 # Tasks of a calibration set.
 NEEDLES: dict[str, TaskSpec] = {
     "niah_single_1": TaskSpec("noise", "words", "numbers", 1),
@@ -39,10 +27,7 @@ NEEDLES: dict[str, TaskSpec] = {
 }
 # Prompts for each of its examples, since the model answers some of them wrongly.
 PROMPTS_PER_EXAMPLE = 2
-# RULER's thirteen (NVIDIA/RULER c3f5e3b).
-RulerTask = Literal[
-    NeedleTask, "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "qa_1", "qa_2"
-]
+# RULER's needle tasks (NVIDIA/RULER c3f5e3b).
 RULER_NEEDLES = {
     **NEEDLES,
     "niah_multivalue": TaskSpec("essay", "words", "numbers", 1, values=4),
@@ -50,14 +35,14 @@ RULER_NEEDLES = {
 }
 # Generated tokens, counted inside the length (RULER's tokens_to_generate).
 NEW_TOKENS = {
-    **dict.fromkeys(RULER_NEEDLES, 128),
-    "vt": 30,
-    "cwe": 120,
-    "fwe": 50,
-    "qa_1": 32,
-    "qa_2": 32,
-}
+    **dict.fromkeys(RULER_NEEDLES, 128), "vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32
+}  # fmt: skip
 # Tasks in which one answer is enough; in others the score is the share of the answers.
 ANY_ANSWER = frozenset({"qa_1", "qa_2"})
 # Files that RULER downloads.
 DATA_FILES = {"qa_1": "squad.json", "qa_2": "hotpotqa.json", "cwe": "english_words.json"}
+
+if TYPE_CHECKING:
+    NeedleTask = RulerTask = str
+else:
+    NeedleTask, RulerTask = Literal[*NEEDLES], Literal[*NEW_TOKENS]

@@ -8,11 +8,9 @@ splitter is NLTK's punkt; both are used if they are installed.
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import re
-import sys
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -64,26 +62,15 @@ class PairedWords(Sequence[str]):
 class WordLists:
     """Words of RULER's tasks: keys of needles, and single words in alphabetical order.
 
-    `is_upstream`: they are RULER's own.
+    `upstream` names the package of RULER's own; empty for others.
     """
 
     keys: Sequence[str]
     single: Sequence[str]
-    is_upstream: bool
+    upstream: str = ""
 
 
-OWN_WORDS = WordLists(PairedWords(ADJECTIVES, NOUNS), sorted({*ADJECTIVES, *NOUNS}), False)
-
-
-_version = lru_cache(importlib.metadata.version)
-
-
-def words_identity() -> str:
-    """Name of the word list for RULER's tasks on this machine."""
-    try:
-        return f"wonderwords {_version('wonderwords')}"
-    except importlib.metadata.PackageNotFoundError:
-        return "built in"
+OWN_WORDS = WordLists(PairedWords(ADJECTIVES, NOUNS), sorted({*ADJECTIVES, *NOUNS}))
 
 
 @lru_cache
@@ -95,7 +82,8 @@ def ruler_words() -> WordLists:
         return OWN_WORDS
     nouns, adjectives, verbs = (load(f"{kind}list.txt") for kind in ("noun", "adjective", "verb"))
     single = sorted({*nouns, *adjectives, *verbs})
-    return WordLists(PairedWords(adjectives, nouns), single, is_upstream=True)
+    name = f"wonderwords {importlib.metadata.version('wonderwords')}"
+    return WordLists(PairedWords(adjectives, nouns), single, name)
 
 
 # White space after a full stop (and a closing quote or bracket), before a new sentence; not after
@@ -103,7 +91,6 @@ def ruler_words() -> WordLists:
 _SENTENCE_END = re.compile(
     r"""(?:(?<=[.!?])|(?<=[.!?]["')\]]))(?<!\b[A-Za-z]\.)\s+(?=["'(\[]?[A-Z0-9])"""
 )
-_PUNKT = Path("tokenizers/punkt_tab/english")
 
 
 def split_by_rule(text: str) -> list[str]:
@@ -111,36 +98,13 @@ def split_by_rule(text: str) -> list[str]:
     return _SENTENCE_END.split(text)
 
 
-def split_as_ruler(text: str) -> list[str]:
-    """The sentences of a text by punkt, or by rule if `sentences_identity` says so."""
-    if _punkt_folder() is None:
-        return split_by_rule(text)
-    from nltk.tokenize import sent_tokenize
-
-    return sent_tokenize(text)
-
-
-def sentences_identity() -> str:
-    """Name of the sentence splitter on this machine; nltk is not imported."""
-    if _punkt_folder() is None:
-        return "built in"
-    return f"punkt of nltk {_version('nltk')}"
-
-
-def nltk_folders() -> list[Path]:
-    """The folders that nltk searches, as in `nltk.data.path`."""
-    roots = [root for root in os.environ.get("NLTK_DATA", "").split(os.pathsep) if root]
-    prefixes = [f"{sys.prefix}{folder}" for folder in ("", "/share", "/lib")]
-    system = ["/usr/share", "/usr/local/share", "/usr/lib", "/usr/local/lib"]
-    home = os.path.expanduser("~")  # in a container a user may have no home: then it stays ~
-    roots += [os.path.join(root, "nltk_data") for root in (home, *prefixes, *system)]
-    return [*map(Path, roots)]
-
-
-def _punkt_folder() -> Path | None:
-    """Folder of punkt's data; None without it or without nltk."""
+@lru_cache
+def sentence_splitter() -> tuple[Callable[[str], list[str]], str]:
+    """RULER's splitter of a text into sentences if its data is here, else the rule; its name."""
     try:
-        _version("nltk")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    return next((root / _PUNKT for root in nltk_folders() if (root / _PUNKT).is_dir()), None)
+        import nltk
+
+        nltk.data.find("tokenizers/punkt_tab/english")
+    except (ImportError, LookupError):
+        return split_by_rule, "built in"
+    return nltk.sent_tokenize, f"punkt of nltk {nltk.__version__}"

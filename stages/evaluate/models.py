@@ -23,7 +23,7 @@ from bosch.progress import Progress, progress
 from bosch.ranks import partners_alive
 from data_prep.documents.calibration import CalibrationNeedles
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
-from data_prep.tasks.words import sentences_identity, words_identity
+from data_prep.tasks.words import ruler_words, sentence_splitter
 from data_prep.text import essay_identity
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.evaluate.answers import AnswerLog, ModelError, digest_of
@@ -198,7 +198,8 @@ def _sources(config: StageConfig[EvaluateConfig], tokenizer: Any) -> dict[str, A
     section, corpus = config.section, dict[str, Any]()
     if section.ruler_tasks:
         essay = essay_identity(section.ruler.essay_dir, ruler_corpus(section).essay)
-        corpus |= {**essay, "keys": words_identity(), "sentences": sentences_identity()}
+        keys = ruler_words().upstream or "built in"
+        corpus |= {**essay, "keys": keys, "sentences": sentence_splitter()[1]}
     if section.positions is not None:
         corpus["long documents"] = corpus_name(section.positions)
     prompts = "in the tokenizer's chat template" if section.apply_chat_template else "raw"

@@ -13,7 +13,8 @@ import torch
 
 from bosch.errors import UserError
 from bosch.score.answers import answer_logits
-from data_prep.text import encode_prompt, haystack_files, read_utf8
+from data_prep.source_files import files_of
+from data_prep.text import encode_prompt, read_utf8
 from stages.evaluate.answers import AnswerLog, ModelError, digest_of
 from stages.evaluate.stage import PositionConfig
 from stages.evaluate.tables import POSITIONS, edges
@@ -98,7 +99,7 @@ def documents(path: str | None, characters: int) -> Iterator[str]:
     before it are similar in all files.
     """
     if path is not None:
-        for file in haystack_files(Path(path), "evaluate.positions.path", (".txt", ".md")):
+        for file in files_of("evaluate.positions.path", path, (".txt", ".md")):
             yield read_utf8(file)[:characters]
         return
     spec = importlib.util.find_spec("transformers")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, Field
 
 from bosch.errors import UserError
 from data_prep.documents.sources import KINDS, SourceKind
@@ -18,14 +18,12 @@ from stages.cost import Cost, Devices
 from stages.evaluate.stage import EvaluateConfig
 from stages.faults import Fault
 from stages.fields import (
-    MOST,
     Count,
     Line,
     Number,
     PathText,
     Section,
     different,
-    parse_count,
     regular_expression,
 )
 from stages.formats import format_hours
@@ -45,7 +43,8 @@ def _files_identity(source: SourceConfig, path: str | None, hasher: Hasher) -> d
         return python_identity()
     if kind.is_remote(path):
         return {"dataset": path}  # its subset, split and commit are in the recipe
-    return hashed_files(path, kind.identity(f"source {source.name}", path), hasher)
+    files = kind.files(f"source {source.name}", path)
+    return hashed_files(path, kind.identity_files(files), hasher)
 
 
 def _check_documents(source: SourceConfig, path: str) -> None:
@@ -103,9 +102,6 @@ class SourceConfig(Section):
     text_field: Line = "text"
     """Field of a record, or column of a table, that holds the text, or a list of messages; for mds
     also a column of token ids (by default input_ids or tokens, where there is no text)."""
-    skip_bad_records: Annotated[int, BeforeValidator(parse_count), Field(ge=0, le=MOST)] = 0
-    """Records that may be skipped because they are damaged or have no text; one more ends the
-    run."""
     subset: Line | None = None
     """huggingface: the dataset's configuration."""
     split: Line = "train"

@@ -13,9 +13,8 @@ from datasets import load_from_disk
 from bosch.errors import UserError
 from data_prep.documents import tokenization
 from data_prep.documents.calibration import read_prompts
-from data_prep.documents.encoding import Encoder
+from data_prep.documents.encoding import encode
 from data_prep.documents.sources import generated
-from data_prep.documents.tokenizer import TokenizerSpec
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.prepare import run as prepare
 from stages.prepare.stage import PrepareConfig
@@ -122,7 +121,7 @@ def test_bytes_of_a_repeated_source_count_as_often_as_it_is_read(model, tmp_path
         {"name": "little", "kind": "text", "path": str(tmp_path / "little.txt")},
         {"name": "made", "kind": "retrieval"},
     ]
-    out = run(config(model, sources), tmp_path / "out")
+    out = run(config(model, sources, train_tokens=60_000), tmp_path / "out")
     statistics = json.loads((out / "statistics.json").read_text())
     assert statistics["sources"]["little"]["epochs"] > 3
     tokenizer, train = tiny_tokenizer(), load_from_disk(str(out / "train"))
@@ -136,8 +135,7 @@ def test_training_data_consists_of_the_filtered_documents(model, corpus, tmp_pat
     tokenizer = tiny_tokenizer()
     texts = [path.read_text() for path in sorted(corpus.glob("*.txt"))]
     texts = [text for text in texts if len(text) >= 200]
-    encoder = Encoder.load(TokenizerSpec(str(model)))
-    expected = [(*ids.tolist(), tokenizer.eos_token_id) for ids in encoder(texts)]
+    expected = [tuple(encode(tokenizer, text).tolist()) for text in texts]
     total = sum(map(len, expected))
     filters = {"min_characters": 200}
     sources = [{"name": "mine", "kind": "text", "path": str(corpus / "*.txt"), "filters": filters}]
@@ -186,7 +184,7 @@ def test_calibration_prompts_end_before_the_value_that_they_ask_for(model, corpu
 def test_workers_change_no_byte_and_the_seed_changes_data_and_calibration_set(
     model, corpus, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("data_prep.documents.sources.files.PART_BYTES", 2000)
+    monkeypatch.setattr(tokenization, "BLOCK_CHARACTERS", 800)
     serial = run(config(model, corpus), tmp_path / "serial")
     parallel = run(config(model, corpus, workers=2), tmp_path / "parallel")
     other_seed = run(config(model, corpus, seed=1), tmp_path / "other_seed")
@@ -197,30 +195,25 @@ def test_workers_change_no_byte_and_the_seed_changes_data_and_calibration_set(
 
 def test_a_killed_run_resumes_to_the_same_bytes(model, corpus, tmp_path, monkeypatch):
     """It reuses the documents that were tokenised."""
-    monkeypatch.setattr("data_prep.documents.sources.files.PART_BYTES", 2000)
+    monkeypatch.setattr(tokenization, "BLOCK_CHARACTERS", 800)
     stage_config = config(model, corpus)
     undisturbed = run(stage_config, tmp_path / "undisturbed")
-    read, parts = tokenization.read_part, []
+    work, blocks = tokenization.tokenise_block, []
 
-    def killed_at_third(part, source):
-        parts.append(part)
-        if len(parts) == 3:
+    def killed_at_third(block, **settings):
+        blocks.append(block)
+        if len(blocks) == 3:
             raise KeyboardInterrupt
-        return read(part, source)
+        return work(block, **settings)
 
-    monkeypatch.setattr(tokenization, "read_part", killed_at_third)
+    monkeypatch.setattr(tokenization, "tokenise_block", killed_at_third)
     with pytest.raises(KeyboardInterrupt):
         run(stage_config, tmp_path / "work")
+    ids = tmp_path / "work" / "tokens" / "00" / "ids.int32"
+    ids.write_bytes(ids.read_bytes() + b"torn")  # written, but not yet in blocks.jsonl
     prepare.run(stage_config, {}, tmp_path / "work")
-    assert parts[3] == parts[2] and len(parts) == len({*parts}) + 1
+    assert blocks[3] == blocks[2] and blocks[3] not in blocks[:2]
     assert file_contents(tmp_path / "work") == file_contents(undisturbed)
-
-
-def test_there_are_no_more_processes_than_the_text_needs(monkeypatch):
-    monkeypatch.setattr(prepare, "cpu_cores", lambda: 8)
-    tokens = (5, 25_000_000, 10**9)
-    assert [prepare.worker_count("auto", count) for count in tokens] == [1, 2, 8]
-    assert prepare.worker_count(3, 5) == 3
 
 
 def test_finished_work_is_not_repeated(model, corpus, tmp_path, monkeypatch):
@@ -233,7 +226,7 @@ def test_finished_work_is_not_repeated(model, corpus, tmp_path, monkeypatch):
 def test_a_corpus_without_text_is_refused(model, corpus, tmp_path):
     for file in corpus.iterdir():
         file.write_text("")
-    with pytest.raises(UserError, match=r"source \w+: its files hold no text"):
+    with pytest.raises(UserError, match=r"source \w+: no text is left .* 0 of 30 documents"):
         run(config(model, corpus), tmp_path / "out")
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from data_prep.documents.sources import Kind, Part
+from data_prep.documents.sources import Kind
 from data_prep.text import read_utf8
 
 KINDS = {
     "backwards": Kind(
         "lines below `path`, the last first",
-        lambda part, source: reversed(read_utf8(part.paths[0]).splitlines()),
-        lambda source: [Part((file,)) for file in source.files],
+        lambda path, source: ((str(path), line) for line in read_utf8(path).splitlines()[::-1]),
         suffixes=(".lines",),
     )
 }

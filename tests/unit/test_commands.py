@@ -281,7 +281,6 @@ def test_the_version_is_printed_and_a_missing_recipe_reported(
         (["a.json", "about", "README.md"], "jsonl"),
         (["a.txt", "about.json"], "text"),
         (["a.jsonl.zst", ".hidden.parquet"], "jsonl"),
-        (["a.csv", "README.md"], "csv"),
         (["index.json"], "jsonl"),
         (["a.py", "b.txt"], "text"),
         (["a.parquet", "b.jsonl", "c.txt"], None),

@@ -12,6 +12,7 @@ from datasets import load_from_disk
 
 from bosch.errors import UserError
 from data_prep.documents.encoding import encode_conversation
+from data_prep.documents.sources import Conversation
 from data_prep.documents.tokenizer import TokenizerSpec
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.prepare.run import write_training_data
@@ -57,7 +58,7 @@ def chat_tokenizer(template: str) -> Any:
 def learnt(template: str, messages: list[dict[str, str]] = TALK) -> list[str]:
     """The text of each run of learnt tokens."""
     tokenizer = chat_tokenizer(template)
-    signed, size = encode_conversation(tokenizer, messages, answers_only=True)
+    signed, size = encode_conversation(tokenizer, Conversation(messages, "a"), True)
     ids = np.where(signed < 0, ~signed, signed).tolist()
     rendered = tokenizer.apply_chat_template(messages, tokenize=False)
     assert tokenizer.decode(ids) == rendered + "<|end|>" and size == len(rendered.encode())
@@ -78,13 +79,13 @@ def test_answers_are_learnt_with_the_token_that_ends_their_turn(
     template: str, expected: list[str]
 ) -> None:
     assert learnt(template) == expected
-    signed, _ = encode_conversation(chat_tokenizer(template), TALK, answers_only=False)
+    signed, _ = encode_conversation(chat_tokenizer(template), Conversation(TALK, "a"), False)
     assert (signed >= 0).all()
 
 
 def test_an_empty_thought_of_the_template_is_given() -> None:
     assert learnt(THINKS, TALK[:2]) == ["two three<|im_end|>"]
-    with pytest.raises(ValueError, match="tokens up to message 2 change"):
+    with pytest.raises(UserError, match="a: the tokens up to message 2 change"):
         learnt(THINKS)
 
 

@@ -16,7 +16,7 @@ from bosch.model.loading import load_model
 from data_prep.documents.calibration import CalibrationNeedles
 from data_prep.tasks.ruler import Corpus, make_rows, ruler_task, write_rows
 from data_prep.tasks.tables import RulerTask
-from data_prep.text import TokenCounter, haystack_words
+from data_prep.text import haystack_words, token_counter
 from stages.context import Runtime
 from stages.evaluate import load
 from stages.evaluate.load import OWN_TASKS, ask, load_tasks, mean_metrics
@@ -59,7 +59,7 @@ def test_samples_of_ruler_are_the_generators_to_the_byte(folder: Path, tmp_path:
     found = loaded(folder, "vt", "niah_single_1", work=tmp_path, ruler=ruler).tasks
     places = [(task.name, task.length, task.documents) for task in found]
     assert places == [(name, n, 2) for n in (1500, 1600) for name in ("vt", "niah_single_1")]
-    corpus, counter = Corpus(haystack_words(None)), TokenCounter(tiny_tokenizer())
+    corpus, counter = Corpus(haystack_words(None)), token_counter(tiny_tokenizer())
     for asked in found:
         generator = ruler_task(asked.name, corpus, 1, asked.length, 9, counter)
         generator.fit()

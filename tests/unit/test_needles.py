@@ -31,10 +31,7 @@ def test_seed_spaces_share_no_needle_and_no_haystack(tokenizer):
 
 
 def test_a_sample_with_a_needle_or_prompt_of_the_calibration_set_is_refused(tokenizer, tmp_path):
-    write_calibration(
-        tmp_path, tasks=TASKS, examples=2, length=1024, new_tokens=lambda task: 32, seed=42,
-        tokenizer=tokenizer, essay_words=essay_text().split(),
-    )  # fmt: skip
+    write_calibration(tmp_path, prompts_of("calibration", tokenizer, 4), 2, tokenizer)
     calibration = CalibrationNeedles.load(tmp_path)
     for own in prompts_of("calibration", tokenizer, 4):
         [(key, value)] = own.needles

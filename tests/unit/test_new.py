@@ -34,7 +34,6 @@ def _write_table(folder: Path, *fields: str) -> None:
             ),
             {"kind": "jsonl"},
         ),
-        (lambda to: (to / "a.csv").write_text("id,text\n1,some text\n"), {"kind": "csv"}),
         (lambda to: _write_table(to, "text", "summary"), {"kind": "parquet"}),
         (lambda to: DatasetDict(test=Dataset.from_dict({"text": ["some"]})).save_to_disk(to),
          {"kind": "huggingface", "split": "test"}),
@@ -44,8 +43,8 @@ def _write_table(folder: Path, *fields: str) -> None:
          {"kind": "mds"}),
         (lambda to: (to / "a.jsonl").write_text('{"id": "a", "body": "some words", "n": 1}\n'),
          {"kind": "jsonl", "text_field": "body"}),
-        (lambda to: (to / "a.csv").write_text("id,story\na,some words\n"),
-         {"kind": "csv", "text_field": "story"}),
+        (lambda to: _write_table(to, "id", "longest_story"),
+         {"kind": "parquet", "text_field": "longest_story"}),
         (lambda to: (to / "a.txt.gz").write_bytes(gzip.compress(b"some")), {"kind": "text"}),
     ],
 )  # fmt: skip

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import gzip
+import itertools
 import json
 import os
 import subprocess
 import sys
-import tracemalloc
-from dataclasses import replace
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import tokenizers
+from datasets import load_from_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
@@ -25,10 +25,10 @@ from transformers import PreTrainedTokenizerFast
 from bosch.errors import UserError
 from bosch.progress import Progress
 from data_prep.documents import encoding, tokenization
-from data_prep.documents.encoding import Encoder
+from data_prep.documents.encoding import encode
 from data_prep.documents.packing import DocumentStream, Packed, mix, pack, write_dataset
 from data_prep.documents.sources import Filters, Source
-from data_prep.documents.tokenization import Block, TokenisedSource, tokenise_source
+from data_prep.documents.tokenization import Tokenised, tokenise
 from data_prep.documents.tokenizer import TokenizerSpec
 from data_prep.text import pydoc_topics
 from tests.tiny_data import tiny_tokenizer
@@ -42,7 +42,7 @@ def test_packing_loses_no_token_and_keeps_the_spans_of_documents(lengths, sequen
         start += length
     packed = list(pack(documents, sequence_length))
     assert len(packed) == start // sequence_length
-    flat = [i for sequence in packed for i in sequence.input_ids]
+    flat = [i for sequence in packed for i in sequence.signed]
     assert flat == list(range(len(packed) * sequence_length))
     borders = {0, *np.cumsum(lengths).tolist()}
     at = 0
@@ -57,32 +57,27 @@ def test_packing_loses_no_token_and_keeps_the_spans_of_documents(lengths, sequen
 
 
 def test_a_packed_dataset_can_be_opened(tmp_path, monkeypatch):
-    from datasets import load_from_disk
-
-    monkeypatch.setattr("data_prep.documents.packing.FILE_TOKENS", 24)
     monkeypatch.setattr("data_prep.documents.packing.BATCH_TOKENS", 16)
     rows = [Packed(np.arange(i, i + 8, dtype=np.int32), [3, 5][: 1 + i % 2]) for i in range(7)]
-    write_dataset(tmp_path, rows, 7, 8)
+    write_dataset(tmp_path, rows, 8)
     dataset = load_from_disk(str(tmp_path))
-    assert len(list(tmp_path.glob("data-*.arrow"))) == 3
-    assert dataset["input_ids"][:] == [row.input_ids.tolist() for row in rows]
+    assert dataset["input_ids"][:] == [row.signed.tolist() for row in rows]
     assert dataset["document_lengths"][:] == [row.document_lengths for row in rows]
     assert str(dataset.features["input_ids"].feature.dtype) == "int32"
     assert dataset.features["input_ids"].length == 8
 
 
-def stream(name: str, lengths: list[int], number: int, seed: int = 0) -> DocumentStream:
+def stream(name: str, lengths: list[int], seed: int = 0) -> DocumentStream:
     ids = np.concatenate([np.full(n, i, np.int32) for i, n in enumerate(lengths)])
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    half = len(lengths) // 2
-    blocks = [Block(ids, offsets[: half + 1]), Block(ids, offsets[half:])]
-    return DocumentStream(TokenisedSource(Source(name, "text", "x"), blocks, 0), seed, number)
+    source = Source(name, "text", "x", seed=seed)
+    return DocumentStream(Tokenised(source, ids, offsets, Counter(tokens=len(ids))))
 
 
 @settings(deadline=None)
 @given(st.integers(1, 3000), st.floats(0.1, 10), st.integers(0, 5))
 def test_a_mixture_keeps_shares_and_total(tokens, weight, seed):
-    streams = [stream("a", [5, 9, 30] * 10, 0, seed), stream("b", [7, 1, 2] * 10, 1, seed)]
+    streams = [stream("a", [5, 9, 30] * 10, seed), stream("b", [7, 1, 2] * 10, seed)]
     documents = list(mix(streams, [weight, 1.0], tokens))
     assert sum(map(len, documents)) == tokens == sum(s.tokens for s in streams)
     share = weight / (weight + 1)
@@ -91,131 +86,106 @@ def test_a_mixture_keeps_shares_and_total(tokens, weight, seed):
 
 
 def test_a_source_is_repeated_in_another_order(caplog):
-    short = stream("short", [1] * 50, 0)
+    short = stream("short", [1] * 50)
     first = [int(short.next()[0]) for _ in range(50)]
     second = [int(short.next()[0]) for _ in range(50)]
     assert sorted(first) == sorted(second) == list(range(50))
     assert first != second
-    assert short.epochs == 2.0
     assert "source short has only 50 tokens and is repeated" in caplog.text
 
 
-@pytest.mark.parametrize("fast", [True, False])
-def test_special_tokens_in_text_are_tokenised_as_text(tmp_path, fast):
-    tokenizer = tiny_tokenizer()
-    tokenizer.save_pretrained(tmp_path)
-    encoder = Encoder.load(TokenizerSpec(str(tmp_path)))
-    encoder = encoder if fast else replace(encoder, backend=None)
-    ids = encoder(["a<|end|>b", "c"])
-    assert not any((i == 0).any() for i in ids)
-    assert tokenizer.decode(ids[0]) == "a<|end|>b"
-    assert np.concatenate(list(encoder.long("a<|end|>b"))).tolist() == ids[0].tolist()
-
-
-@pytest.mark.parametrize("run", [3, 30, 50, 100, 301])
-def test_a_document_encoded_in_windows_has_the_tokens_of_the_whole(monkeypatch, tmp_path, run):
-    """If windows that begin inside a run pair it differently, they overlap more, or are cut."""
-    monkeypatch.setattr(encoding, "WINDOW", 128)
-    monkeypatch.setattr(encoding, "OVERLAP", 16)
-    letters = [*"abcd ", "aa", "aaaa", "bc", "bcd"]
-    merges = [("a", "a"), ("aa", "aa"), ("b", "c"), ("bc", "d")]
-    backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, merges))
-    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path)
-    encoder = Encoder.load(TokenizerSpec(str(tmp_path)))
-    for start in range(100, 132):
-        text = "bcd" * start + "a" * run + "dbc" * 90 + "a" * run + "bcd"
-        text = text[start % 7 :]
-        made = list(encoder.long(text))
-        assert len(made) > 3
-        assert np.concatenate(made).tolist() == encoder([text])[0].tolist()
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tiny_tokenizer().save_pretrained(folder)
+    return TokenizerSpec(str(folder))
 
 
 @pytest.fixture
-def corpus(tmp_path):
-    (tmp_path / "corpus").mkdir()
-    for i in range(6):
-        (tmp_path / "corpus" / f"{i}.txt").write_text(f"text number {i} " * (i + 1) * 20)
-    return tmp_path
+def tokenised(tmp_path, spec):
+    """Tokenises a source of these records, or of those that are there, by a tiny tokenizer."""
+    corpus = tmp_path / "corpus"
+
+    def tokenise_records(records=(), folder="tokens", workers=1, tokens=10**9, **fields):
+        corpus.mkdir(exist_ok=True)
+        for index, part in enumerate(records):
+            lines = (one if isinstance(one, str) else json.dumps(one) for one in part)
+            (corpus / f"{index}.jsonl").write_text("\n".join(lines))
+        source = Source("s", fields.pop("kind", "jsonl"), str(corpus), **fields)
+        bar = Progress(None, "test", "tokens")
+        return tokenise(source, spec, tmp_path / folder, tokens=tokens, workers=workers, bar=bar)
+
+    return tokenise_records
 
 
-def tiny_encoder() -> Encoder:
-    return Encoder(TokenizerSpec(""), tiny_tokenizer().backend_tokenizer.to_str(), 0)
+def contents(found: Tokenised) -> list[str]:
+    """The texts of the documents, of which each ends with the end-of-text token."""
+    documents = [found.ids[a:b] for a, b in itertools.pairwise(found.offsets)]
+    assert all(ids[-1] == 0 for ids in documents)
+    return [tiny_tokenizer().decode(ids[:-1]) for ids in documents]
 
 
-def tokenise(corpus, folder, workers=1, tokens=10**9, kind="text", filters=None, **fields):
-    filters = filters or Filters()
-    return tokenise_source(
-        Source("s", kind, str(corpus / "corpus"), filters=filters, **fields),
-        tiny_encoder(),
-        corpus / folder,
-        tokens=tokens,
-        seed=0,
-        sequence_length=128,
-        workers=workers,
-        bar=Progress(None, "test", "tokens"),
+UNUSUAL = "naïve e\u0301 日本語のテキスト 👩‍👩‍👧 \x00 \ufeff   \t\n\n 1234567 don't <|end|> "
+
+
+def sentence_piece_tokenizer(texts: list[str]) -> Any:
+    """A BPE over whole texts, with visible blanks and an additional one before the text."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["<unk>"], show_progress=False, limit_alphabet=200
     )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-def contents(tokenised: TokenisedSource) -> list[list[int]]:
-    return [
-        block.ids[a:b].tolist()
-        for block in tokenised.blocks
-        for a, b in zip(block.offsets[:-1], block.offsets[1:], strict=True)
-    ]
+@pytest.mark.parametrize("kind", ["byte level", "sentence piece"])
+def test_a_long_document_has_the_tokens_of_the_whole(monkeypatch, kind):
+    topics = list(pydoc_topics().values())
+    text = (UNUSUAL * 20).join(topics[:12])
+    is_bytes = kind == "byte level"
+    tokenizer = tiny_tokenizer() if is_bytes else sentence_piece_tokenizer([*topics[:3], UNUSUAL])
+    whole = encode(tokenizer, text).tolist()
+    if is_bytes:  # also of special tokens
+        assert tokenizer.decode(whole) == f"{text}<|end|>" and whole.count(0) == 1
+    sizes, call = [], type(tokenizer).__call__
+
+    def counting(self, texts, **options):
+        sizes.extend(map(len, texts))
+        return call(self, texts, **options)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", counting)
+    for window in (2048, 3001, 9999):
+        monkeypatch.setattr(encoding, "WINDOW", window)
+        sizes.clear()
+        assert encode(tokenizer, text).tolist() == whole
+        assert max(sizes) <= window < sum(sizes) == len(text)
 
 
-@pytest.mark.skipif(tokenizers.__version__ == "0.23.1", reason="tokenizers leaks 64 bytes a text")
-def test_a_compressed_file_needs_little_memory_for_its_documents(tmp_path, monkeypatch):
-    """However large it is, it is one part, of millions of documents."""
-    monkeypatch.setattr(tokenization, "WINDOW", 2**12)
-    (tmp_path / "corpus").mkdir()
-
-    def peak(count: int) -> int:
-        with gzip.open(tmp_path / "corpus" / "a.jsonl.gz", "wb") as file:
-            file.writelines(b'{"text": "x x"}\n' for _ in range(count))
-        tracemalloc.start()
-        try:
-            assert tokenise(tmp_path, f"shards {count}", kind="jsonl").documents == count
-            return tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
-
-    peak(1)  # including one-time imports
-    # 36 bytes each, 89 in a list of pairs: seen with more than a buffer of documents.
-    assert peak(25_000) - peak(10_000) < 60 * 15_000
+@pytest.mark.parametrize("text", ["a", "ab" * 5000, " " * 9000, "x" * 4097 + " y"])
+def test_text_without_a_place_to_cut_is_not_lost(monkeypatch, text):
+    monkeypatch.setattr(encoding, "WINDOW", 2048)
+    assert tiny_tokenizer().decode(encode(tiny_tokenizer(), text)[:-1]) == text
 
 
-def test_bytes_of_a_source_are_those_of_all_its_parts(corpus, monkeypatch):
-    monkeypatch.setattr("data_prep.documents.sources.files.PART_BYTES", 500)
-    expected = sum(len(f"text number {i} ") * (i + 1) * 20 for i in range(6))
-    assert tokenise(corpus, "shards").text_bytes == expected
+def test_blocks_are_read_until_there_are_more_tokens_than_needed(tokenised, monkeypatch):
+    monkeypatch.setattr(tokenization, "BLOCK_CHARACTERS", 1)
+    records = [[{"text": name * 20} for name in "abc"]]
+    first = tokenised(records, "one", tokens=1)
+    assert contents(first) == ["a" * 20]
+    for tokens, count in ((len(first.ids) - 1, 1), (len(first.ids), 2)):
+        assert len(contents(tokenised(records, f"{tokens}", tokens=tokens))) == count
 
 
-def test_short_documents_are_encoded_in_groups_also_between_filtered_ones(tmp_path, monkeypatch):
-    """40 documents of a tenth of a group each, of which every other one is filtered out."""
-    monkeypatch.setattr(tokenization, "WINDOW", 1000)
-    (tmp_path / "corpus").mkdir()
-    lines = [json.dumps({"text": "ab"[number % 2] * (100 + number % 2)}) for number in range(40)]
-    (tmp_path / "corpus" / "a.jsonl").write_text("\n".join(lines))
-    groups, encode = [], Encoder.__call__
-
-    def counting(self, texts):
-        groups.append(len(texts))
-        return encode(self, texts)
-
-    monkeypatch.setattr(Encoder, "__call__", counting)
-    found = tokenise(tmp_path, "shards", kind="jsonl", filters=Filters(max_characters=100))
-    assert groups == [10, 10] and (found.documents, found.left_out) == (20, 20)
-
-
-def test_parts_are_read_until_there_are_more_tokens_than_needed(tmp_path):
-    (tmp_path / "corpus").mkdir()
-    for name in "abc":
-        (tmp_path / "corpus" / f"{name}.jsonl").write_text(json.dumps({"text": name * 20}) + "\n")
-    [first] = tokenise(tmp_path, "one", tokens=1, kind="jsonl").blocks
-    for tokens, blocks in ((first.tokens - 1, 1), (first.tokens, 2)):
-        found = tokenise(tmp_path, f"{tokens}", tokens=tokens, kind="jsonl").blocks
-        assert len(found) == blocks
+def test_documents_stay_in_order_whatever_the_processes(tokenised, monkeypatch):
+    monkeypatch.setattr(tokenization, "BLOCK_CHARACTERS", 512)
+    texts = [f"document {i} é " * (1 + 90 * (i % 3)) for i in range(7)]
+    records = [[{"text": text} for text in texts]]
+    for workers in (1, 2):
+        found = tokenised(records, f"{workers}", workers)
+        assert contents(found) == texts
+        assert found.counts["text_bytes"] == sum(len(text.encode()) for text in texts)
 
 
 _POOL = """
@@ -246,147 +216,39 @@ def test_workers_end_if_their_process_is_killed(tmp_path):
     assert alive == []
 
 
-def sentence_piece_tokenizer(texts: list[str]) -> Tokenizer:
-    """A BPE over whole texts, with visible blanks and an additional one before the text."""
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
-    trainer = trainers.BpeTrainer(
-        vocab_size=600, special_tokens=["<unk>"], show_progress=False, limit_alphabet=200
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
-
-
-UNUSUAL = "naïve e\u0301 日本語のテキスト 👩‍👩‍👧 \x00 \ufeff   \t\n\n 1234567 don't <|end|> "
-
-
-@pytest.mark.parametrize("kind", ["byte level", "sentence piece"])
-def test_a_long_document_has_the_tokens_of_the_whole(monkeypatch, kind):
-    topics = list(pydoc_topics().values())
-    text = (UNUSUAL * 20).join(topics[:12])
-    if kind == "byte level":
-        backend = tiny_tokenizer().backend_tokenizer
-    else:
-        backend = sentence_piece_tokenizer([*topics[:3], UNUSUAL])
-    encoder = Encoder(TokenizerSpec(""), backend.to_str(), 0)
-    [whole] = encoder([text])
-    monkeypatch.setattr("data_prep.documents.encoding.OVERLAP", 256)
-    for window in (2048, 3001, 9999):
-        monkeypatch.setattr("data_prep.documents.encoding.WINDOW", window)
-        pieces = list(encoder.long(text))
-        assert len(pieces) > len(text) // window
-        assert np.concatenate(pieces).tolist() == whole.tolist()
-
-
-@pytest.mark.parametrize("text", ["a", "ab" * 5000, " " * 9000, "x" * 4097 + " y"])
-def test_text_without_a_place_to_cut_is_not_lost(monkeypatch, text):
-    monkeypatch.setattr("data_prep.documents.encoding.OVERLAP", 256)
-    monkeypatch.setattr("data_prep.documents.encoding.WINDOW", 2048)
-    ids = np.concatenate(list(tiny_encoder().long(text)))
-    assert tiny_tokenizer().decode(ids) == text
-
-
-def test_documents_of_all_sizes_stay_in_order(tmp_path, monkeypatch):
-    monkeypatch.setattr("data_prep.documents.encoding.OVERLAP", 64)
-    for module in ("encoding", "tokenization"):
-        monkeypatch.setattr(f"data_prep.documents.{module}.WINDOW", 512)
-    texts = ["\ufeff" * (i == 2) + f"document {i} é " * (1 + 90 * (i % 3)) for i in range(7)]
-    (tmp_path / "corpus").mkdir()
-    for i, text in enumerate(texts):
-        (tmp_path / "corpus" / f"{i}.txt").write_text(text)
-    tokenised = tokenise(tmp_path, "shards")
-    encoder = tiny_encoder()
-    plain = [text.removeprefix("\ufeff") for text in texts]
-    assert contents(tokenised) == [[*ids.tolist(), 0] for ids in encoder(plain)]
-    assert tokenised.text_bytes == sum(len(text.encode()) for text in plain)
-
-
 RECORDS = [
     {"text": "one two three", "language": "en", "year": 2020, "is_good": True},
     {"text": "eins zwei", "language": "de", "year": 2021, "is_good": True},
     {"text": "long " * 50, "language": "en", "year": 2022, "is_good": False},
     {"text": "no language", "language": None, "year": 2020, "is_good": True},
 ]
-
-
-def passing(tokenised: TokenisedSource) -> list[str]:
-    """The texts that pass the filters."""
-    return [tiny_tokenizer().decode(ids[:-1]) for ids in contents(tokenised)]
-
-
-def write_records(path, kind):
-    path.mkdir()
-    if kind == "parquet":
-        pq.write_table(pa.Table.from_pylist(RECORDS), path / "a.parquet")
-    else:
-        (path / "a.jsonl").write_text("".join(json.dumps(r) + "\n" for r in RECORDS))
+SIZES = [len(tiny_tokenizer()(record["text"])["input_ids"]) for record in RECORDS]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 @pytest.mark.parametrize(
     ("filters", "expected"),
     [
-        (Filters(matches={"language": "^en$"}), [0, 2]),
-        (Filters(matches={"language": "e", "year": "202[01]"}), [0, 1]),
-        (Filters(matches={"is_good": "^true$"}), [0, 1, 3]),
-        (Filters(min_characters=11, max_characters=13), [0, 3]),
-        (Filters(max_characters=100, matches={"language": "en"}), [0]),
+        ({"matches": {"language": "^en$"}}, [0, 2]),
+        ({"matches": {"language": "e", "year": "202[01]"}}, [0, 1]),
+        ({"matches": {"is_good": "^true$"}}, [0, 1, 3]),
+        ({"min_characters": 11, "max_characters": 13}, [0, 3]),
+        ({"max_characters": 100, "matches": {"language": "en"}}, [0]),
+        ({"min_tokens": SIZES[3], "max_tokens": SIZES[3]}, [3]),
+        ({"max_tokens": SIZES[2] - 1}, [0, 1, 3]),
+        ({"min_tokens": SIZES[2]}, [2]),
+        ({"matches": {"lang": ""}}, []),  # a missing field matches nothing
     ],
 )
-def test_filters_select_records(tmp_path, kind, filters, expected):
-    write_records(tmp_path / "corpus", kind)
-    tokenised = tokenise(tmp_path, "shards", kind=kind, filters=filters)
-    assert passing(tokenised) == [RECORDS[i]["text"] for i in expected]
-    assert tokenised.left_out == 4 - len(expected)
-
-
-def test_a_missing_field_matches_nothing(tmp_path):
-    kind = "jsonl"
-    write_records(tmp_path / "corpus", kind)
-    with pytest.raises(UserError, match="source s: its filters leave out all 4 documents"):
-        tokenise(tmp_path, "shards", kind=kind, filters=Filters(matches={"lang": ""}))
-
-
-@pytest.mark.parametrize("window", [2**17, 64])
-def test_bounds_of_tokens_and_characters(tmp_path, monkeypatch, window):
-    """Also of documents that are encoded in windows."""
-    for module in ("encoding", "tokenization"):
-        monkeypatch.setattr(f"data_prep.documents.{module}.WINDOW", window)
-    monkeypatch.setattr("data_prep.documents.encoding.OVERLAP", 32)
-    texts = ["short", "in between " * 10, "much longer " * 40, "tail"]
-    sizes = [len(tiny_tokenizer()(text)["input_ids"]) for text in texts]
-    (tmp_path / "corpus").mkdir()
-    for index, text in enumerate(texts):
-        (tmp_path / "corpus" / f"{index}.txt").write_text(text)
-    for number, (filters, expected) in enumerate(
-        [
-            (Filters(min_tokens=sizes[1], max_tokens=sizes[1]), texts[1:2]),
-            (Filters(max_tokens=sizes[2] - 1), [texts[i] for i in (0, 1, 3)]),
-            (Filters(min_tokens=sizes[1] + 1), texts[2:3]),
-            (Filters(min_characters=5, max_characters=110), texts[:2]),
-        ]
-    ):
-        tokenised = tokenise(tmp_path, f"shards{number}", filters=filters)
-        assert (passing(tokenised), tokenised.left_out) == (expected, 4 - len(expected))
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_bad_records_are_skipped_up_to_a_number(tmp_path, monkeypatch, caplog, workers):
-    """Counted over all parts of the source; a finished part keeps its number."""
-    lines = [json.dumps({"text": f"text {n}", "n": n}) for n in range(9)]
-    lines[2], lines[5], lines[7] = '{"text": null}', "{oops", '{"body": "x"}'
-    (tmp_path / "corpus").mkdir()
-    (tmp_path / "corpus" / "a.jsonl").write_text("\n".join(lines))
-    if workers == 1:
-        monkeypatch.setattr("data_prep.documents.sources.files.PART_BYTES", 50)
-    with pytest.raises(UserError, match=r"a\.jsonl, line (3|6|8): ") as caught:
-        tokenise(tmp_path, "none", workers, kind="jsonl")
-    assert "bad record" not in str(caught.value)
-    with pytest.raises(UserError, match=r"line \d: .* \(bad record 3; skip_bad_records is 2\)$"):
-        tokenise(tmp_path, "two", workers, kind="jsonl", skip_bad_records=2)
-    for _ in range(2):
-        tokenised = tokenise(tmp_path, "three", workers, kind="jsonl", skip_bad_records=3)
-        assert tokenised.skipped == 3 and tokenised.left_out == 0
-        assert sorted(passing(tokenised)) == [f"text {n}" for n in (0, 1, 3, 4, 6, 8)]
-    assert caplog.text.count("source s: skipped 3 bad records, the first: ") == 2
+def test_filters_select_records(tmp_path, tokenised, kind, filters, expected):
+    if kind == "parquet":
+        (tmp_path / "corpus").mkdir()
+        pq.write_table(pa.Table.from_pylist(RECORDS), tmp_path / "corpus" / "a.parquet")
+    records = [RECORDS] if kind == "jsonl" else []
+    if not expected:
+        with pytest.raises(UserError, match=r"source s: no text .* leave out 4 of 4 documents"):
+            tokenised(records, kind=kind, filters=Filters(**filters))
+        return
+    found = tokenised(records, kind=kind, filters=Filters(**filters))
+    assert contents(found) == [RECORDS[i]["text"] for i in expected]
+    assert found.counts["left_out"] == 4 - len(expected)

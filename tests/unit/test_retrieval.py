@@ -25,8 +25,8 @@ from tests.ruler_case import TOKENIZER, essay_text
 PROSE = essay_text(2000).split()
 KINDS = {
     "list": key_value_list,
-    "needle": lambda rng, characters: needle_document(rng, characters, PROSE),
-    "repeat": lambda rng, characters: repeated_spans(rng, characters, PROSE),
+    "needle": needle_document,
+    "repeat": repeated_spans,
     "hops": two_hops,
 }
 # Of forty documents of each kind. If digests change, training data does: raise prepare's version.
@@ -41,7 +41,7 @@ DIGESTS = {
 
 def documents(kind: str) -> list[Document]:
     return [
-        KINDS[kind](Random(seed), characters)
+        KINDS[kind](Random(seed), characters, PROSE)
         for seed in range(10)
         for characters in (200, 500, 1500, 4000)
     ]
@@ -67,7 +67,7 @@ def test_a_document_has_about_the_requested_length(kind: int) -> None:
 
 
 def test_hops_of_a_long_document_lead_to_one_answer() -> None:
-    lines = "".join(segment.text for segment in two_hops(Random(0), 100_000)).splitlines()
+    lines = "".join(segment.text for segment in two_hops(Random(0), 100_000, PROSE)).splitlines()
     keys = [line.split()[0] for line in lines if " holds " in line or " points to " in line]
     assert len(keys) == len({*keys}) > 1000
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -26,7 +25,6 @@ from bosch.files import (
 )
 from pipeline import cli
 from pipeline.commands import status
-from stages.prepare.run import allow_open_files
 from tests.pipeline_case import Case
 
 
@@ -152,16 +150,3 @@ def test_a_terminal_shows_a_bar_with_the_note_and_no_lines(caplog, monkeypatch):
         shown = terminal.getvalue()
     assert "search: 100%" in shown and "9/9" in shown and "layer 4" in shown
     assert not caplog.messages and len(terminal.getvalue()) > len(shown)  # it is removed
-
-
-@pytest.mark.parametrize("most", [4096, resource.RLIM_INFINITY])
-def test_no_process_asks_for_unlimited_open_files(
-    most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """macOS reports no limit and refuses an unlimited soft limit."""
-    asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, most))
-    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: asked.append(limits))
-    allow_open_files()
-    ((soft, hard),) = asked
-    assert hard == most and soft == (most if most > 0 else 10_240)

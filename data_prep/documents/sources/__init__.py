@@ -1,25 +1,23 @@
-"""Sources of training documents, split into parts that workers read independently.
-
-A part is a bounded piece of one source: some text files, a byte range of a JSONL file, a row group,
-a shard. Its documents depend only on the part, so the number of workers does not matter.
+"""Sources of training documents.
 
 A kind of source is an entry of `KINDS` in a file of this folder. The file imports numpy and pyarrow
-only when parts are read, so that keys and checks of recipes are fast.
+only when records are read, so that keys and checks of recipes are fast.
 """
 
 from __future__ import annotations
 
 import importlib
-import itertools
+import math
 import pkgutil
+import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from bosch.errors import RunError, UserError
+from bosch.files import check_hub_cache
 from data_prep.source_files import files_of, is_local
 
 Messages: TypeAlias = list[dict[str, Any]]
@@ -33,10 +31,10 @@ class Filters:
     null field matches nothing. Booleans are written true or false, other values as in Python.
     """
 
-    min_characters: int | None = None
-    max_characters: int | None = None
-    min_tokens: int | None = None
-    max_tokens: int | None = None
+    min_characters: int = 0
+    max_characters: float = math.inf
+    min_tokens: int = 0
+    max_tokens: float = math.inf
     matches: Mapping[str, str] = field(default_factory=dict)
 
     def allow_record(self, record: Mapping[str, Any]) -> bool:
@@ -48,20 +46,13 @@ class Filters:
                 return False
         return True
 
-    def allow_text(self, text: str) -> bool:
-        return _within(len(text), self.min_characters, self.max_characters)
-
-    def allow_tokens(self, tokens: int) -> bool:
-        return _within(tokens, self.min_tokens, self.max_tokens)
-
-
-def _within(size: int, low: int | None, high: int | None) -> bool:
-    return (low is None or size >= low) and (high is None or size <= high)
-
 
 @dataclass(frozen=True)
 class Source:
-    """A source of documents, with the fields of the recipe's `prepare.sources`."""
+    """A source of documents, with the fields of the recipe's `prepare.sources`.
+
+    `seed` orders its parts; synthetic documents also depend on `sequence_length`.
+    """
 
     name: str
     kind: str
@@ -73,8 +64,9 @@ class Source:
     split: str = "train"
     revision: str | None = None
     loss: Literal["all", "completion"] = "all"
-    skip_bad_records: int = 0
     filters: Filters = field(default_factory=Filters)
+    seed: int = 0
+    sequence_length: int = 4096
 
     @property
     def files(self) -> list[Path]:
@@ -83,57 +75,45 @@ class Source:
         return KINDS[self.kind].files(f"source {self.name}", self.path)
 
 
-@dataclass(frozen=True)
-class Part:
-    """Some files, or the `piece` of a file or dataset, in its kind's own terms."""
-
-    paths: tuple[Path, ...] = ()
-    piece: Any = None
-
-
-@dataclass(frozen=True)
-class BadRecord:
-    """A record that is no document: what is wrong, and where."""
-
-    fault: str
-
-
-@dataclass(frozen=True)
-class Conversation:
+class Conversation(NamedTuple):
     """A document of messages, and where it is in its source."""
 
     messages: Messages
-    place: Callable[[], str]
+    place: str
 
 
-# A text, a conversation, or None for a document that a pattern leaves out.
-Document: TypeAlias = str | Conversation | BadRecord | None
+class Tokens(NamedTuple):
+    """A document as tokens of another model."""
+
+    ids: Any  # [tokens]
+    tokenizer: str
+    place: str
+
+
+# A text, other forms of a document, or None for one that a pattern leaves out.
+Document: TypeAlias = str | Conversation | Tokens | None
 
 
 @dataclass(frozen=True)
 class Kind:
     """A kind of source; `about` describes it in the recipe's reference.
 
-    `read` yields the texts of a part; or, where there is a `place`, records with a number each, and
-    `place` says where the record of a number is. Without `parts` it generates documents without
-    end, and a piece is (seed, number, sequence length). `find` finds its files; by default those of
-    a folder that end with one of `suffixes`. `identity` names the files whose content identifies
-    the documents; by default all. `is_dataset`: it has subsets and splits.
+    `parts` are what is read in random order, by default files, and `read` yields the place and the
+    content of each record of a part: a text or tokens, or fields by name if it `has_fields`. `find`
+    finds its files; by default those of a folder that end with one of `suffixes`. `identity_files`
+    are those whose content identifies the documents; by default all. `is_dataset`: it has subsets
+    and splits.
     """
 
     about: str
-    read: Callable[[Part, Source], Iterable[Any]]
-    parts: Callable[[Source], Iterable[Part]] | None = None
-    place: Callable[[Part, Source, int], str] | None = None
+    read: Callable[[Any, Source], Iterable[tuple[str, Any]]]
+    parts: Callable[[Source], Iterable[Any]] = lambda source: source.files
     suffixes: tuple[str, ...] = ("",)
     find: Callable[[str, str], list[Path]] | None = None
-    identity_files: Callable[[list[Path]], list[Path]] | None = None
+    identity_files: Callable[[list[Path]], list[Path]] = lambda files: files
+    has_fields: bool = False
     needs_path: bool = True
     is_dataset: bool = False
-
-    @property
-    def has_fields(self) -> bool:
-        return self.place is not None
 
     def is_remote(self, path: str) -> bool:
         """Whether the path is a name on the hub."""
@@ -143,63 +123,52 @@ class Kind:
         """Its files, in order; raises UserError, with `where` as its path, if there are none."""
         return self.find(where, path) if self.find else files_of(where, path, self.suffixes)
 
-    def identity(self, where: str, path: str) -> list[Path]:
-        files = self.files(where, path)
-        return self.identity_files(files) if self.identity_files else files
 
+def documents(source: Source) -> Iterator[Document]:
+    """The source's documents, part by part in a random order; empty ones are included.
 
-def list_parts(source: Source, seed: int, sequence_length: int) -> Iterator[Part]:
-    """The source's parts in a random order by `seed`; endless for a kind that generates them."""
-    kind = KINDS[source.kind]
-    if kind.parts is None:
-        yield from (Part((), (seed, number, sequence_length)) for number in itertools.count())
-        return
-    parts = list(kind.parts(source))
-    rng = importlib.import_module("numpy").random.default_rng([seed, 0])
-    for index in rng.permutation(len(parts)):
-        yield parts[index]
-
-
-def read_part(part: Part, source: Source) -> Iterator[Document]:
-    """The part's documents, empty ones included; None for a document that a pattern leaves out.
-
-    Raises UserError, which names the source and the files, if they are damaged.
+    Raises UserError, which names the file and the record, if one is damaged or has no text.
     """
-    kind = KINDS[source.kind]
+    return (_document(record, source, place) for place, record in _records(source))
+
+
+def _records(source: Source) -> Iterator[tuple[str, Any]]:
+    kind, what = KINDS[source.kind], source.path
     try:
-        if kind.place is None:
+        parts = list(kind.parts(source))
+        random.Random(source.seed).shuffle(parts)
+        for part in parts:
+            what = part if isinstance(part, Path) else source.path
             yield from kind.read(part, source)
-            return
-        for number, record in kind.read(part, source):
-            yield _document(record, source, partial(kind.place, part, source, number))
     except (UserError, RunError):
         raise
     except Exception as error:  # of a library that reads the files
-        files = ", ".join(map(str, part.paths)) or source.path
+        check_hub_cache(error)
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"source {source.name}: {files} cannot be read ({reason})") from error
+        if isinstance(error, ConnectionError | TimeoutError) or "Connect" in type(error).__name__:
+            raise RunError(
+                f"source {source.name}: the hub cannot be reached ({reason}); run again"
+            ) from None
+        raise UserError(f"source {source.name}: {what} cannot be read ({reason})") from error
 
 
 def text_field(source: Source) -> str:
     """The field that holds the first record's text: `text` or, without one, its longest text."""
-    kind = KINDS[source.kind]
-    for part in kind.parts(source) if kind.has_fields and kind.parts is not None else ():
-        for _, record in kind.read(part, source):
-            if not isinstance(record, Mapping) or source.text_field in record:
-                return source.text_field
-            texts = {name: value for name, value in record.items() if isinstance(value, str)}
-            is_chat = _messages(record, source.text_field) is not None
-            longest = max(texts, key=lambda name: len(texts[name]), default=source.text_field)
-            return source.text_field if is_chat else longest
-    return source.text_field
+    _, record = next(_records(source), ("", None))
+    if not isinstance(record, Mapping) or source.text_field in record:
+        return source.text_field
+    texts = {name: value for name, value in record.items() if isinstance(value, str)}
+    is_chat = _messages(record, source.text_field) is not None
+    longest = max(texts, key=lambda name: len(texts[name]), default=source.text_field)
+    return source.text_field if is_chat else longest
 
 
-def _document(record: Any, source: Source, place: Callable[[], str]) -> Document:
-    """Filters come first; a record that passes them and has no text is a `BadRecord`."""
+def _document(record: Any, source: Source, place: str) -> Document:
+    """Filters come first: a record that they leave out needs no text."""
     name = source.text_field
-    if isinstance(record, BadRecord):
-        fault = record.fault
-    elif not isinstance(record, Mapping):
+    if isinstance(record, str | Tokens):
+        return record
+    if not isinstance(record, Mapping):
         fault = f"expected an object, found {record!r:.80}"
     elif not source.filters.allow_record(record):
         return None
@@ -213,7 +182,7 @@ def _document(record: Any, source: Source, place: Callable[[], str]) -> Document
         fault = f"no field `{name}` (there is {', '.join(map(str, record)):.200}); set text_field"
     else:
         fault = f"field `{name}` is {record[name]!r:.80}, not text"
-    return BadRecord(f"{place()}: {fault}")
+    raise UserError(f"{place}: {fault}")
 
 
 def _messages(record: Mapping[str, Any], field: str) -> Messages | None:

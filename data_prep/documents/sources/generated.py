@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
-import itertools
-import logging
 import os
 import sysconfig
-import tokenize
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from bosch.errors import UserError
 from data_prep.documents.retrieval import retrieval_documents
-from data_prep.documents.sources import Kind, Part, Source
-from data_prep.documents.sources.files import grouped
+from data_prep.documents.sources import Kind, Source
 from data_prep.text import haystack_words, pydoc_topics
 
-logger = logging.getLogger(__name__)
-
-_PART_BYTES = 2**20
-_DOCUMENTS = 256  # of retrieval in a part
-# Many installations lack the tests, and some of these files have odd encodings.
+# Characters of a retrieval document, for which there are enough different keys.
+_LONGEST = 2**20
+# Many installations lack the tests.
 _EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
-def _modules(source: Source) -> Iterable[Part]:
-    """The modules, sorted by name; all topics are one part."""
+def _modules(source: Source) -> list[Path | None]:
+    """The modules and, as None, all topics."""
     library = sysconfig.get_paths()["stdlib"]
     files: list[Path] = []
     for folder, folders, names in os.walk(library):
@@ -34,32 +27,28 @@ def _modules(source: Source) -> Iterable[Part]:
         files += (Path(folder, name) for name in names if name.endswith(".py"))
     if not files:
         raise UserError(f"source {source.name}: the standard library's source is not in {library}")
-    return [*grouped(sorted(files), _PART_BYTES), Part()]
+    return [*sorted(files), None]
 
 
-def _python(part: Part, source: Source) -> Iterator[str]:
-    if not part.paths:
-        yield from pydoc_topics().values()
-    for path in part.paths:
-        try:
-            with tokenize.open(path) as file:
-                yield file.read()
-        except (SyntaxError, UnicodeDecodeError):
-            logger.warning("source %s: left out %s, which is not text", source.name, path)
+def _python(path: Path | None, source: Source) -> Iterator[tuple[str, str]]:
+    if path is None:
+        yield from pydoc_topics().items()
+        return
+    yield str(path), path.read_text(encoding="utf-8", errors="ignore")
 
 
-def _retrieval(part: Part, source: Source) -> Iterable[str]:
-    seed, number, sequence_length = part.piece
-    numpy = importlib.import_module("numpy")
-    high, low = numpy.random.SeedSequence([seed, number]).generate_state(2, numpy.uint32).tolist()
-    characters = 500, max(4000, 2 * sequence_length)
-    documents = retrieval_documents(high << 32 | low, haystack_words(None), characters)
-    return itertools.islice(documents, _DOCUMENTS)
+def _retrieval(_: None, source: Source) -> Iterator[tuple[str, str]]:
+    characters = 500, min(max(4000, 2 * source.sequence_length), _LONGEST)
+    for text in retrieval_documents(source.seed, haystack_words(None), characters):
+        yield source.name, text
 
 
 KINDS = {
     "python_docs": Kind(
         "the standard library's source and pydoc's topics", _python, _modules, needs_path=False
     ),
-    "retrieval": Kind("synthetic key-value and needle documents", _retrieval, needs_path=False),
-}
+    "retrieval": Kind(
+        "synthetic key-value and needle documents", _retrieval, lambda source: [None],
+        needs_path=False,
+    ),
+}  # fmt: skip

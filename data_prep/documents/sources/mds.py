@@ -7,7 +7,6 @@ offsets from the file's start (uint32), the writer's settings, the samples. A sa
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import importlib
 import itertools
@@ -16,29 +15,20 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from bosch.errors import UserError
-from data_prep.documents.sources import Kind, Part, Source
-from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
-from data_prep.source_files import files_below
+from data_prep.documents.sources import Kind, Source, Tokens
+from data_prep.source_files import files_of
 
 INDEX = "index.json"
 # Columns of token ids, as llm-foundry and others name them, where there is no column `text`.
 _TOKENS = ("input_ids", "tokens")
 _SPANS = "indices"
-# Array dtypes by their code, the first byte of an array without a fixed dtype.
-_TYPES = {
-    8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32",
-    34: "float32", 64: "uint64", 65: "int64", 66: "float64",
-}  # fmt: skip
+_KINDS = ("uint", "int", "float")
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class ShardFile(_Model):
+class ShardFile(BaseModel):
     """A file of a shard, plain or compressed."""
 
     basename: str
@@ -54,34 +44,26 @@ class ShardFile(_Model):
         for name, digest in self.hashes.items():
             module: Any = importlib.import_module("xxhash") if name.startswith("xx") else hashlib
             if getattr(module, name)(data).hexdigest() != digest.lower():
-                raise UserError(
-                    f"{path}: its {name} is not the one that {INDEX} states; get it again"
-                )
+                raise UserError(f"{path}: its {name} is not {INDEX}'s; get it again")
 
 
-class Shard(_Model):
+class Shard(BaseModel):
     """A shard and the encodings of its columns; `column_sizes` is None for variable sizes."""
 
     version: Literal[2]
     format: Literal["mds"]
     raw_data: ShardFile
     zip_data: ShardFile | None
-    compression: str | None
     samples: int
     column_names: list[str]
     column_encodings: list[str]
     column_sizes: list[int | None]
 
     def file(self, folder: Path) -> tuple[Path, ShardFile]:
-        """The shard's file in the index's folder, and what the index says of it.
-
-        Raises UserError if the shard has no file, or one that is compressed other than by zstd.
-        """
+        """The shard's file in the index's folder, and what the index says of it."""
         for entry in filter(None, (self.raw_data, self.zip_data)):
             path = folder / entry.basename
             if path.is_file():
-                if entry is self.zip_data and not (self.compression or "").startswith("zstd"):
-                    raise UserError(f"{path}: compressed with {self.compression}, not with zstd")
                 return path, entry
         raise UserError(f"{path}: this shard is in {INDEX} but not in the folder; get it again")
 
@@ -113,14 +95,12 @@ def read_samples(folder: Path, shard: Shard, columns: Collection[str]) -> Iterat
     import pyarrow as pa
 
     path, entry = shard.file(folder)
-    stored = path.read_bytes()
-    entry.check(path, stored)
-    data = memoryview(stored)
+    data: Any = path.read_bytes()
+    entry.check(path, data)
     if entry is not shard.raw_data:
-        plain = pa.decompress(stored, decompressed_size=shard.raw_data.size, codec="zstd")
-        if not entry.hashes:
-            shard.raw_data.check(path, plain)
-        data = memoryview(plain)
+        data = pa.decompress(data, decompressed_size=shard.raw_data.size, codec="zstd")
+        shard.raw_data.check(path, data)
+    data = memoryview(data)
     offsets = np.frombuffer(data, "<u4", shard.samples + 1, offset=4).tolist()
     variable = shard.column_sizes.count(None)
     names = list(zip(shard.column_names, shard.column_encodings, shard.column_sizes, strict=True))
@@ -150,7 +130,8 @@ def _decode(encoding: str, data: memoryview) -> Any:
         case "bytes":  # llm-foundry before 0.8
             return np.frombuffer(data, "<i8")
         case "ndarray":
-            dtype = fixed[0] if fixed else _TYPES[data[0]]
+            # Without a fixed type, the first byte has its bits and its kind.
+            dtype = fixed[0] if fixed else f"{_KINDS[data[0] % 8]}{data[0] // 8 * 8}"
             if len(fixed) > 1:
                 shape = [int(size) for size in fixed[1].split(",")]
                 return np.frombuffer(data, dtype).reshape(shape)
@@ -162,42 +143,9 @@ def _decode(encoding: str, data: memoryview) -> Any:
     raise ValueError(f"a column of tokens is encoded as {encoding}; write it as json or ndarray")
 
 
-def read_tokens(folder: Path, shard: Shard, column: str, tokenizer: Any) -> Iterator[str]:
-    """Texts of the shard's documents, decoded from a column of token ids by their own tokenizer.
-
-    A packed record (with `indices`, pairs of start and end) gives one text per document. Raises
-    UserError if the shard is damaged, or has tokens that this tokenizer does not know.
-    """
-    import numpy as np
-
-    for row, sample in enumerate(read_samples(folder, shard, [column, _SPANS])):
-        where = f"{shard.file(folder)[0]}, sample {row}"
-        ids = np.asarray(sample[column])
-        if (ids.dtype.kind not in "iu" and ids.size) or ids.ndim != 1:
-            raise UserError(f"{where}: {column} is no list of token ids")
-        for token in (int(ids.min()), int(ids.max())) if ids.size else ():
-            if not 0 <= token < len(tokenizer):
-                raise UserError(
-                    f"{where}: token {token} is not in the vocabulary of {tokenizer.name_or_path}; "
-                    "name the tokenizer the shards were written with"
-                )
-        for begin, end in sample.get(_SPANS, [(0, len(ids))]):
-            if not 0 <= begin <= end <= len(ids):
-                raise UserError(f"{where}: {_SPANS} has a span outside the record")
-            yield tokenizer.decode(
-                ids[begin:end].tolist(),
-                skip_special_tokens=True,
-                clean_up_tokenization_spaces=False,
-            )
-
-
 def _indices(where: str, path: str) -> list[Path]:
     """The index files; only the merged index if a folder has one."""
-    root = Path(path).expanduser()
-    roots = [root] if root.is_dir() else map(Path, glob.glob(str(root), recursive=True))
-    indices = {file for folder in roots for file in files_below(folder) if file.name == INDEX}
-    if not indices:
-        raise UserError(f"there is no {INDEX} below {path}; expected MDS shards", where)
+    indices = {file for file in files_of(where, path, (INDEX,)) if file.name == INDEX}
     folders = {index.parent for index in indices}
     return sorted(index for index in indices if not folders.intersection(index.parent.parents))
 
@@ -210,8 +158,8 @@ def _identity(indices: list[Path]) -> list[Path]:
     ]
 
 
-def _shards(source: Source) -> Iterator[Part]:
-    """Parts with a shard and its column of documents, of which the files are there."""
+def _shards(source: Source) -> Iterator[tuple[Path, Shard, str]]:
+    """Folders, shards and their columns of documents, of which the files are there."""
     accepted = (source.text_field, *(_TOKENS if source.text_field == "text" else ()))
     for index in source.files:
         for shard in read_index(index):
@@ -225,19 +173,28 @@ def _shards(source: Source) -> Iterator[Part]:
                 )
             if source.tokenizer is None and not shard.is_text(column):
                 raise UserError(
-                    f"source {source.name}: column `{column}` of {index} holds tokens; name "
-                    "their tokenizer as `tokenizer`"
+                    f"{where}: column `{column}` holds tokens; name their tokenizer as `tokenizer`"
                 )
-            yield Part((index.parent,), (shard, column))
+            yield index.parent, shard, column
 
 
-def _documents(part: Part, source: Source) -> Iterator[str]:
-    [folder], (shard, column) = part.paths, part.piece
-    if shard.is_text(column):
-        return (sample[column] for sample in read_samples(folder, shard, [column]))
-    assert source.tokenizer is not None
-    tokenizer = load_tokenizer(TokenizerSpec(source.tokenizer))
-    return read_tokens(folder, shard, column, tokenizer)
+def _documents(part: tuple[Path, Shard, str], source: Source) -> Iterator[tuple[str, Any]]:
+    """Texts, or tokens: those of a packed record (`indices`, pairs of start and end) one by one."""
+    import numpy as np
+
+    folder, shard, column = part
+    for row, sample in enumerate(read_samples(folder, shard, [column, _SPANS])):
+        where, content = f"{shard.file(folder)[0]}, sample {row}", sample[column]
+        if source.tokenizer is None or shard.is_text(column):
+            yield where, content
+            continue
+        ids = np.asarray(content)
+        if (ids.dtype.kind not in "iu" and ids.size) or ids.ndim != 1:
+            raise UserError(f"{where}: {column} is no list of token ids")
+        for begin, end in sample.get(_SPANS, [(0, len(ids))]):
+            if not 0 <= begin <= end <= len(ids):
+                raise UserError(f"{where}: {_SPANS} has a span outside the record")
+            yield where, Tokens(ids[begin:end], source.tokenizer, where)
 
 
 KINDS = {
