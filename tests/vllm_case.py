@@ -106,7 +106,7 @@ def engine(folder: Path, **options: Any) -> Iterator[Any]:
 
 
 def generate(
-    llm: Any, prompts: Sequence[list[int]], tokens: int, of_prompt: bool = True
+    llm: Any, prompts: Sequence[list[int]], tokens: int, of_prompt: bool = True, **options: Any
 ) -> list[Any]:
     """Greedy outputs with log-probabilities of generated tokens and, if `of_prompt`, of the prompt.
 
@@ -120,7 +120,7 @@ def generate(
         detokenize=False,
     )  # fmt: skip
     requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-    return list(llm.generate(requests, parameters, use_tqdm=False))
+    return list(llm.generate(requests, parameters, use_tqdm=False, **options))
 
 
 def load_reference(folder: Path) -> Any:

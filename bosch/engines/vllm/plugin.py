@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGES,
 )
 
+from bosch.engines.vllm.adapters import reorder_base_adapters
 from bosch.engines.vllm.cache_settings import choose_cache_settings, wrap_engine
 from bosch.engines.vllm.checks import check_servable
 from bosch.errors import UserError, printable
@@ -29,6 +30,7 @@ def register() -> None:
 
     show_user_errors_as_messages()
     wrap_engine()
+    reorder_base_adapters()
     for base in {*CAUSAL.values(), *IMAGES.values()}:
         name = f"Hybrid{base}"
         ModelRegistry.register_model(name, f"bosch.engines.vllm.models:{name}")
