@@ -9,19 +9,10 @@ from collections.abc import Iterator
 
 # Control characters (C0 and C1) without tab and line feed, and surrogates, which UTF-8 lacks.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-_LONG_WORD = re.compile(r"\S{501,}")
-_LONG_LINE = re.compile(r"[^\n]{5001,}")
 NO_SPACE_LEFT = (errno.ENOSPC, errno.EDQUOT)
 
 
-class _Message(Exception):
-    """An error with a message for the user; overlong words and lines are cut."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(_LONG_LINE.sub(_cut, _LONG_WORD.sub(_cut, message)))
-
-
-class UserError(_Message):
+class UserError(Exception):
     """The user's input is at fault: a message, and the dotted path of the field if it is known."""
 
     def __init__(self, text: str, path: str = "") -> None:
@@ -29,7 +20,7 @@ class UserError(_Message):
         self.text, self.path = text, path
 
 
-class RunError(_Message):
+class RunError(Exception):
     """A run failed for a reason outside the user's input, such as a full disk; exit status 1."""
 
 
@@ -73,12 +64,6 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
         seen.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
-
-
-def _cut(match: re.Match[str]) -> str:
-    """Beginning and end of an overlong text, with its length."""
-    text = match[0]
-    return f"{text[:200]}… ({len(text):,} characters) …{text[-100:]}"
 
 
 def printable(text: str) -> str:

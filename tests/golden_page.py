@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from stages.report import run as report
+from stages.report import page as report
 from tests import report_fixture
 
 # Published stages, and what their report contains.

@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 _PRELOAD = [
     "tests.fork_server",
     "stages.prepare.run", "stages.search.run", "stages.materialize.run", "stages.train.run",
-    "stages.train.answers", "stages.evaluate.run", "stages.report.run", "tests.training_case",
+    "stages.train.answers", "stages.evaluate.run", "stages.report.page", "tests.training_case",
     # The imports of training and torchrun at their start.
     "transformers.models.qwen3.modeling_qwen3", "torch.utils.tensorboard",
     "deepspeed.runtime.zero.muon.muon_optimizer", "torch.distributed.run",

@@ -65,11 +65,9 @@ def find_world(configured: int | Literal["auto"], env: Mapping[str, str] = os.en
 def _integer(
     env: Mapping[str, str], name: str, default: int, least: int, most: int = 999_999
 ) -> int:
-    text = env.get(name, "").strip()
-    if not text:
-        return default
-    if not text.isdecimal() or len(text) > 6 or not least <= int(text) <= most:
-        raise UserError(
-            f"environment variable {name}={text[:60]}: expected an integer from {least} to {most}"
-        )
-    return int(text)
+    text = env.get(name, "").strip() or str(default)
+    if text.isdecimal() and len(text) <= 6 and least <= int(text) <= most:
+        return int(text)
+    raise UserError(
+        f"environment variable {name}={text[:60]}: expected an integer from {least} to {most}"
+    )

@@ -115,15 +115,10 @@ def current_document(node: Node, hasher: FileHasher) -> Mapping[str, Any]:
 
 def upstream_of(name: str, nodes: Sequence[Node]) -> list[str]:
     """All stages that a stage depends on, directly or not, in order."""
-    by_name = {node.name: node for node in nodes}
-    upstream: set[str] = set()
-    pending = list(by_name[name].needs)
-    while pending:
-        stage_name = pending.pop()
-        if stage_name not in upstream:
-            upstream.add(stage_name)
-            pending += by_name[stage_name].needs
-    return [node.name for node in nodes if node.name in upstream]
+    upstream = {name}
+    for node in reversed(nodes):
+        upstream |= {*node.needs} if node.name in upstream else set()
+    return [node.name for node in nodes if node.name in upstream - {name}]
 
 
 def find_stage(option: str, name: str, nodes: Sequence[Node]) -> str:

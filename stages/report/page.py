@@ -1,13 +1,18 @@
-"""The report's tables, its summary, and its page (page.html)."""
+"""The report: a self-contained page (page.html), its table as CSV and printed, a summary."""
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Mapping
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
+from rich.console import Console
+from rich.text import Text
 
+from bosch.files import write_json, write_text
 from bosch.window import Window, windows_text
 from stages.context import StageConfig
 from stages.evaluate.scores import MeanScore, SuiteScores, suite_title
@@ -24,15 +29,46 @@ from stages.formats import (
 )
 from stages.pages.page import render
 from stages.pages.tables import Cell, Group, Table
-from stages.published import Manifest
+from stages.published import Manifest, Summary
 from stages.report import charts
 from stages.report.decision import decide, gain, last_loss, points, sentences
-from stages.report.results import Model, Results
-from stages.report.stage import ReportConfig
+from stages.report.results import Model, Results, load_results
+from stages.report.stage import PAGE, TABLE, ReportConfig
 from stages.search.charts import front_picture, trace
+from stages.train.stage import TrainConfig
 
 # A score's name and length, and whether it summarises others.
 _Place = tuple[str, int, bool]
+
+
+def run(
+    config: StageConfig[ReportConfig], inputs: Mapping[str, Path], work_dir: Path
+) -> dict[str, Any]:
+    """Write index.html, models.csv and summary.json below `work_dir`; print table and sentences.
+
+    `inputs` maps the names of the recipe's stages, and `<stage>@<branch>`, to their published
+    directories. Returns the content of summary.json.
+    Raises RunError when a published directory is incomplete.
+    """
+    train = config.upstream.get("train")
+    training = train if isinstance(train, TrainConfig) else None
+    results = load_results(inputs, training)
+    write_text(work_dir / PAGE, page(results, config))
+    summary = summarize(results, config.section)
+    write_json(work_dir / Summary.FILE, summary)
+    if (table := model_table(results)) is not None:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, table.header)
+        writer.writeheader()
+        writer.writerows(table.records)
+        write_text(work_dir / TABLE, text.getvalue())
+        table.print()
+    verdict, *more = summary["sentences"]
+    if decision := summary["decision"]:
+        more = [f"The model: {decision['folder']}, in the run's folder.", *more]
+    for sentence in [verdict, *more, *results.notes]:
+        Console().print(Text(sentence))
+    return summary
 
 
 def page(results: Results, config: StageConfig[ReportConfig]) -> str:

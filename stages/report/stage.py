@@ -30,7 +30,7 @@ TABLE = "models.csv"
 
 STAGE = Stage(
     "report",
-    "stages.report.run:run",
+    "stages.report.page:run",
     ReportConfig,
     field=Field(default_factory=ReportConfig, description="The HTML page."),
     completed=ReportConfig.completed,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from stages.report import run as report
+from stages.report import page as report
 from tests import report_fixture
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")

@@ -23,7 +23,7 @@ from bosch.budget import swa_budget
 from bosch.errors import RunError, UserError, is_out_of_memory
 from bosch.masks import HeadMask
 from bosch.model.cache_size import CacheSize
-from bosch.model.loading import full_attention_config, load_config, load_model
+from bosch.model.loading import load_config, load_model
 from bosch.model.materialize import materialize
 from bosch.this_process import killed_by_kernel
 from bosch.window import Window
@@ -33,7 +33,7 @@ from stages.measure.measured_model import build_model, label, planned_masks
 from stages.measure.process import measure_run
 from stages.measure.results import add_original_ratios, draw_figure, point_of, results_table
 from stages.measure.stage import Efficiency, MeasureConfig, MeasureSettings
-from tests.hybrid_case import KV_HEADS, LAYERS, random_mask, small_config, small_model, tokens
+from tests.hybrid_case import KV_HEADS, LAYERS, small_config, small_model
 from tests.tiny_data import save_tiny_model
 
 HYBRID = HeadMask(((0, 8), (0, 8)), 2)
@@ -139,16 +139,6 @@ def test_a_cache_that_differs_from_the_formula_ends_the_run(
     monkeypatch.setattr(CacheSize, "dynamic", lambda size, tokens: right(size, tokens) - 1)
     with pytest.raises(RunError, match="holds 3,072 bytes after 15 tokens"):
         measure_run(request(folder, "model", HYBRID, 15))
-
-
-def test_a_hybrids_weights_with_every_head_full_are_the_original(tmp_path: Path) -> None:
-    model = small_model("qwen3_moe")
-    materialize(model, random_mask(Window(6))).save_pretrained(tmp_path)
-    config = full_attention_config(load_config(str(tmp_path)))
-    figures = load_model(tmp_path, dtype="float32", config=config)
-    assert type(figures) is type(model)
-    ids = tokens(2, 30)
-    torch.testing.assert_close(figures(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_planned_models_are_the_original_and_the_grid() -> None:

@@ -20,7 +20,7 @@ from bosch.search.trace import TracePoint
 from stages.evaluate.tables import TaskGroup, suite_table
 from stages.pages.charts import Picture
 from stages.report import charts
-from stages.report import run as report
+from stages.report import page as report
 from stages.report.index import write_index
 from stages.report.page import model_table, provenance, score_table, summarize
 from stages.report.results import Results, load_results

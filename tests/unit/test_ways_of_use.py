@@ -436,9 +436,6 @@ def test_auto_model_loads_the_decoder_without_its_head(
         torch.testing.assert_close(again(ids).last_hidden_state, out.last_hidden_state, **_NEAR)
 
 
-_ATTENTION = "model.layers.1.self_attn"
-
-
 def _damaged(source: Path, target: Path, change: Any) -> Path:
     weights = load_file(source / "model.safetensors")
     change(weights)
