@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import shtab
 
@@ -48,5 +49,6 @@ def run(options: argparse.Namespace) -> int:
         f"{name}() {{ compgen -W '{' '.join(words[kind])}' -- $1; }}\n"
         for kind, name in names.items()
     )
-    print(shtab.complete(parser, options.shell, preamble={"bash": "".join(functions)}))
+    preamble: Any = {"bash": "".join(functions)}  # shtab declares a text
+    print(shtab.complete(parser, options.shell, preamble=preamble))
     return 0

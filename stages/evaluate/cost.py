@@ -46,7 +46,7 @@ def _cost(loaded: LoadedRecipe, devices: Devices, layouts: Sequence[Layout], mod
     """All suites (with known samples) of a model with each of `layouts`; `models` names these."""
     recipe, shape = loaded.recipe, shape_of(loaded)
     section = recipe[EvaluateConfig]
-    ruler, tasks, positions = section.ruler, section.ruler_tasks, section.positions
+    ruler, tasks, positions = section.ruler, section.own_tasks, section.positions
     count = min(ruler.samples, section.limit or ruler.samples)
     generated = count * sum(map(ruler.new_tokens, tasks))
     # Samples, their length, the most in a batch, and the tokens at which logits are computed: those

@@ -223,6 +223,7 @@ def _own_tasks(
     """RULER's tasks, NoLiMa and MRCR by length; the files of rows are dealt to the ranks."""
     section = config.section
     ruler, names = section.ruler, section.own_tasks
+    data: Mapping[str, str] = dict(section.data)
     if not names:
         return []
     every = list(itertools.product(ruler.lengths, names))
@@ -231,7 +232,7 @@ def _own_tasks(
     def rows(task: str, length: int) -> Iterator[dict[str, Any]]:
         count, seed, new_tokens = ruler.samples, config.seed, ruler.new_tokens(task)
         if task in MAKERS:
-            folder = Path(section.data[task])
+            folder = Path(data[task])
             yield from MAKERS[task](folder, length, count, seed, new_tokens, tokenizer)
             return
         made = make_rows(

@@ -99,10 +99,11 @@ def _loss_tables(cells: Mapping[str, Cells]) -> dict[str, Any]:
 
 def _not_compared(found: Cells, base: Cells | None) -> Iterator[str]:
     """The tasks of which the original, whose stage may have had other data, has other samples."""
-    for key in {*found, *(base or {})} if base is not None else ():
-        own, other = ([one["prompt"] for one in cells.get(key, [])] for cells in (found, base))
-        if own != other:
-            yield key[0]
+    if base is not None:
+        for key in {*found, *base}:
+            own, other = ([one["prompt"] for one in cells.get(key, [])] for cells in (found, base))
+            if own != other:
+                yield key[0]
 
 
 def suite_table(

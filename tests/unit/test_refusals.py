@@ -85,6 +85,8 @@ FIELDS = [
     ("prepare.sources.0.path=no/where", "prepare.sources.0.path", "names no file"),
     ("prepare.sources.0.path=null", "prepare.sources.0", "needs a path"),
     ("evaluate.tasks=[qa_2]", "evaluate.ruler.data_dir", "hotpotqa.json"),
+    ("evaluate.tasks=[nolima]", "evaluate.data", "nolima needs a folder"),
+    ("evaluate.data={mrcr: no/where}", "evaluate.data", "mrcr: "),
     ("evaluate.apply_chat_template=true", "evaluate.apply_chat_template", "no chat template"),
 ]  # fmt: skip
 
