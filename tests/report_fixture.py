@@ -188,7 +188,6 @@ def _prepare(folder: Path) -> None:
         "documents": 812,
         "tokens": 4_001_792,
         "sequences": 1954,
-        "bytes_per_token": 3.5,
         "sources": {"python": {"documents": 812, "lengths": DOCUMENT_LENGTHS}},
         "calibration": {"examples": 24, "length": 512},
     }

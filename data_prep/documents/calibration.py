@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -11,9 +10,8 @@ from typing import Any
 
 from bosch.errors import RunError
 from data_prep.tasks.needles import Needle, SeedSpace
-from data_prep.tasks.ruler import Corpus, make_rows
+from data_prep.tasks.ruler import Corpus, make_rows, read_rows, write_rows
 from data_prep.tasks.words import OWN_WORDS
-from data_prep.text import encode_prompt
 
 _PROMPTS = "prompts.jsonl"
 
@@ -36,17 +34,11 @@ class Prompt:
     spare: bool = False
 
 
-def write_calibration(
-    folder: Path, prompts: Iterable[Prompt], examples: int, tokenizer: Any
-) -> dict[str, Any]:
-    """Write prompts.jsonl, those after `examples` as spare; returns their sizes in tokens."""
+def write_calibration(folder: Path, prompts: Iterable[Prompt], examples: int) -> None:
+    """Write prompts.jsonl; those after `examples` are spare."""
     folder.mkdir(parents=True, exist_ok=True)
-    sizes = []
-    with (folder / _PROMPTS).open("w") as file:
-        for index, prompt in enumerate(prompts):
-            sizes.append(len(encode_prompt(tokenizer, prompt.prompt + prompt.prefix)))
-            file.write(json.dumps({**asdict(prompt), "spare": index >= examples}) + "\n")
-    return {"shortest": min(sizes), "longest": max(sizes)}
+    records = (asdict(prompt) | {"spare": i >= examples} for i, prompt in enumerate(prompts))
+    write_rows(folder / _PROMPTS, records)
 
 
 def needle_prompts(
@@ -64,11 +56,10 @@ def needle_prompts(
     A prompt and `new_tokens(task)` have at most `length` tokens.
     """
     corpus = Corpus(essay_words, words=OWN_WORDS, space=space)
-    seed = zlib.crc32(f"{space} {seed}".encode())
     rows = {
         task: make_rows(
-            task, length, count, seed=seed, new_tokens=new_tokens(task), corpus=corpus,
-            tokenizer=tokenizer,
+            task, length, count, seed=zlib.crc32(f"{space} {task} {seed}".encode()),
+            new_tokens=new_tokens(task), corpus=corpus, tokenizer=tokenizer,
         )
         for task in tasks
     }  # fmt: skip
@@ -79,8 +70,7 @@ def needle_prompts(
 
 def read_prompts(folder: Path) -> list[Prompt]:
     """The prompts in prepare's calibration folder."""
-    with (folder / _PROMPTS).open() as file:
-        return [Prompt(**json.loads(line)) for line in file]
+    return [Prompt(**row) for row in read_rows(folder / _PROMPTS)]
 
 
 @dataclass(frozen=True)

@@ -61,8 +61,8 @@ def decode(tokenizer: Any, tokens: Tokens) -> str:
 
 def encode_conversation(
     tokenizer: Any, conversation: Conversation, answers_only: bool
-) -> tuple[np.ndarray, int]:
-    """Signed token ids [tokens] int32, with the end-of-text token, and bytes of the text.
+) -> np.ndarray:
+    """Signed token ids [tokens] int32, with the end-of-text token.
 
     With `answers_only` the answers are learnt, each with the token that ends its turn. Raises
     UserError, with the record's place, if there is none, or the template fails or renders earlier
@@ -77,9 +77,8 @@ def encode_conversation(
         raise UserError(f"{conversation.place}: {reason}") from None
 
 
-def _rendered(tokenizer: Any, messages: Messages, answers_only: bool) -> tuple[np.ndarray, int]:
+def _rendered(tokenizer: Any, messages: Messages, answers_only: bool) -> np.ndarray:
     ids: list[int] = tokenizer.apply_chat_template(messages, return_dict=False)
-    size = len(tokenizer.decode(ids).encode())
     learnt, is_open = [True] * len(ids), True
     if answers_only and _MARK.search(tokenizer.chat_template):
         marked = tokenizer.apply_chat_template(
@@ -93,7 +92,7 @@ def _rendered(tokenizer: Any, messages: Messages, answers_only: bool) -> tuple[n
     if tokenizer.eos_token_id is not None and ids[-1] != tokenizer.eos_token_id:
         ids, learnt = [*ids, tokenizer.eos_token_id], [*learnt, is_open]
     signed = np.array(ids, np.int32)
-    return np.where(learnt, signed, ~signed), size
+    return np.where(learnt, signed, ~signed)
 
 
 def _derived(tokenizer: Any, messages: Messages, ids: list[int]) -> tuple[list[bool], bool]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from bosch.progress import Progress
 from data_prep.documents.tokenization import Tokenised
 
 logger = logging.getLogger(__name__)
@@ -46,14 +47,13 @@ class DocumentStream:
 
 
 def mix(
-    streams: Sequence[DocumentStream], weights: Sequence[float], tokens: int
+    streams: Sequence[DocumentStream], shares: Sequence[float], tokens: int
 ) -> Iterator[np.ndarray]:
-    """Documents of the streams, `tokens` tokens in all, mixed by weight.
+    """Documents of the streams, `tokens` tokens in all, mixed by shares that sum to 1.
 
     The next document comes from the source that is furthest behind its share, so a source is never
     a whole document ahead. The last document is cut; its stream does not count the rest.
     """
-    shares = [weight / sum(weights) for weight in weights]
     while (total := sum(stream.tokens for stream in streams)) < tokens:
         gaps = [share * total - s.tokens for share, s in zip(shares, streams, strict=True)]
         behind = streams[gaps.index(max(gaps))]
@@ -75,45 +75,43 @@ def pack(documents: Iterable[np.ndarray], sequence_length: int) -> Iterator[Pack
 
     Tokens at the end that do not fill a sequence are dropped.
     """
-    buffer = np.empty(sequence_length, np.int32)
-    filled = 0
-    lengths: list[int] = []
+    pieces, filled = list[np.ndarray](), 0
     for document in documents:
-        start = 0
-        while start < len(document):
-            piece = document[start : start + sequence_length - filled]
-            buffer[filled : filled + len(piece)] = piece
-            lengths.append(len(piece))
-            filled += len(piece)
-            start += len(piece)
+        while len(document):
+            pieces.append(document[: sequence_length - filled])
+            document = document[len(pieces[-1]) :]
+            filled += len(pieces[-1])
             if filled == sequence_length:
-                yield Packed(buffer.copy(), lengths)
-                filled, lengths = 0, []
+                yield Packed(np.concatenate(pieces), [len(piece) for piece in pieces])
+                pieces, filled = [], 0
 
 
 def write_dataset(
-    folder: Path, sequences: Iterable[Packed], sequence_length: int, with_labels: bool = False
-) -> None:
-    """Write a dataset that `datasets.load_from_disk` opens.
+    folder: Path, sequences: Iterable[Packed], length: int, with_labels: bool, bar: Progress
+) -> int:
+    """Write a dataset that `datasets.load_from_disk` opens; returns the highest token.
 
-    Columns: `input_ids`, a list of `sequence_length` int32; `document_lengths`, a list of int32
-    that sums to `sequence_length`; and `labels`, if wanted: the ids, with `IGNORED` for those that
-    are not learnt.
+    Columns: `input_ids`, a list of `length` int32; `document_lengths`, a list of int32 that sums
+    to `length`; and `labels`, if wanted: the ids, with `IGNORED` for those that are not learnt.
     """
     from datasets import DatasetInfo, Features, List, Value
     from datasets.arrow_writer import ArrowWriter
 
-    tokens = List(Value("int32"), length=sequence_length)
+    tokens = List(Value("int32"), length=length)
     columns = {"input_ids": tokens, "document_lengths": List(Value("int32"))}
     features = Features(columns | ({"labels": tokens} if with_labels else {}))
     folder.mkdir(parents=True, exist_ok=True)
-    file, rows = "data-00000-of-00001.arrow", max(1, BATCH_TOKENS // sequence_length)
-    path = str(folder / file)
+    file, rows = "data-00000-of-00001.arrow", max(1, BATCH_TOKENS // length)
+    path, highest = str(folder / file), 0
     with ArrowWriter(features=features, path=path, writer_batch_size=rows) as writer:
         for signed, lengths in sequences:
-            row = {"input_ids": np.maximum(signed, ~signed), "document_lengths": lengths}
-            labels = np.where(signed < 0, IGNORED, signed)
-            writer.write(row | ({"labels": labels} if with_labels else {}))
+            ids = np.maximum(signed, ~signed)
+            row: dict[str, Any] = {"input_ids": ids, "document_lengths": lengths}
+            highest = max(highest, int(ids.max()))
+            if with_labels:
+                row["labels"] = np.where(signed < 0, IGNORED, signed)
+            writer.write(row)
+            bar.update()
         writer.finalize()
     DatasetInfo(features=features).write_to_directory(str(folder))
     state: dict[str, Any] = {
@@ -122,3 +120,4 @@ def write_dataset(
         "_format_kwargs": {}, "_output_all_columns": False,
     }  # fmt: skip
     (folder / "state.json").write_text(json.dumps(state, indent=2))
+    return highest

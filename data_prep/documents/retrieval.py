@@ -180,15 +180,14 @@ def needle_document(rng: Random, characters: int, prose: Sequence[str]) -> Docum
 _SOURCE_WEIGHTS = (0.1, 0.8, 0.05, 0.05)
 
 
+_MAKERS = key_value_list, needle_document, repeated_spans, two_hops
+
+
 def retrieval_document(
-    rng: Random,
-    characters: int,
-    prose: Sequence[str],
-    weights: Sequence[float] = (0.4, 0.4, 0.1, 0.1),
+    rng: Random, characters: int, prose: Sequence[str], weights: Sequence[float] = (4, 4, 1, 1)
 ) -> Document:
     """One document of about `characters` characters; `weights`: list, needle, repeat, two hops."""
-    kinds = key_value_list, needle_document, repeated_spans, two_hops
-    return rng.choices(kinds, weights)[0](rng, characters, prose)
+    return rng.choices(_MAKERS, weights)[0](rng, characters, prose)
 
 
 def retrieval_documents(

@@ -20,7 +20,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -30,30 +30,12 @@ from bosch.journal import Journal
 from bosch.progress import Progress
 from bosch.this_process import die_with_parent
 from data_prep.documents.encoding import decode, encode, encode_conversation
-from data_prep.documents.sources import (
-    Conversation,
-    Document,
-    Source,
-    Tokens,
-    documents,
-)
+from data_prep.documents.sources import Conversation, Document, Source, Tokens, documents
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
 BLOCK_CHARACTERS = 2**22  # at most
-
-
-class Block(NamedTuple):
-    """Tokenised documents.
-
-    `counts` are the records that were read, the documents that the source's filters leave out
-    (`left_out`), and the documents, tokens and UTF-8 bytes of text (`text_bytes`) that are here.
-    """
-
-    ids: np.ndarray  # [tokens] int32
-    lengths: np.ndarray  # [documents] int64
-    counts: Counter[str]
 
 
 @dataclass(frozen=True)
@@ -89,12 +71,13 @@ def tokenise(
     size = min(BLOCK_CHARACTERS, 8 * tokens)
     with closing(in_order(work, _blocks(rest, size), workers)) as blocks:
         while total["tokens"] <= tokens and (block := next(blocks, None)) is not None:
-            for path, values in zip(paths, (block.ids, block.lengths), strict=True):
+            *arrays, counts = block
+            for path, values in zip(paths, arrays, strict=True):
                 with path.open("ab") as file:
                     file.write(values.tobytes())
                 sync(path)
             before = total["tokens"]
-            total.update(block.counts)
+            total.update(counts)
             journal.append(total)
             bar.update(min(total["tokens"], tokens) - before, note=source.name)
     if not total["tokens"]:
@@ -150,8 +133,13 @@ def _begin_worker(parent: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def tokenise_block(block: list[Document], *, source: Source, spec: TokenizerSpec) -> Block:
-    """Tokenise what the filters allow of a block."""
+def tokenise_block(
+    block: list[Document], *, source: Source, spec: TokenizerSpec
+) -> tuple[np.ndarray, np.ndarray, Counter[str]]:
+    """Token ids int32 of what the filters allow of a block, and each document's tokens int64.
+
+    Counts are the records of the block, those that are left out, and documents and tokens.
+    """
     tokenizer, bounds = load_tokenizer(spec), source.filters
     counts, parts = Counter(records=len(block)), list[np.ndarray]()
     for document in block:
@@ -159,19 +147,16 @@ def tokenise_block(block: list[Document], *, source: Source, spec: TokenizerSpec
             document = decode(load_tokenizer(TokenizerSpec(document.tokenizer)), document)
         if document == "":
             continue
+        ids = None
         if isinstance(document, Conversation):
-            ids, size = encode_conversation(tokenizer, document, source.loss == "completion")
+            ids = encode_conversation(tokenizer, document, source.loss == "completion")
         elif document and bounds.min_characters <= len(document) <= bounds.max_characters:
-            ids, size = encode(tokenizer, document), len(document.encode())
-        else:
-            counts["left_out"] += 1
-            continue
-        tokens = len(ids) - (tokenizer.eos_token_id is not None)
-        if bounds.min_tokens <= tokens <= bounds.max_tokens:
+            ids = encode(tokenizer, document)
+        has_end = tokenizer.eos_token_id is not None
+        if ids is not None and bounds.min_tokens <= len(ids) - has_end <= bounds.max_tokens:
             parts.append(ids)
-            counts["text_bytes"] += size
         else:
             counts["left_out"] += 1
     lengths = np.array([len(part) for part in parts], np.int64)
     counts.update(documents=len(parts), tokens=int(lengths.sum()))
-    return Block(np.concatenate(parts or [np.empty(0, np.int32)]), lengths, counts)
+    return np.concatenate([np.empty(0, np.int32), *parts]), lengths, counts

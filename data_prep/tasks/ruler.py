@@ -13,7 +13,7 @@ import math
 import random
 import string
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -146,10 +146,8 @@ class NeedleTask(RulerTask):
         self.spec = spec
         is_essay = spec.haystack == "essay"
         self.smallest = 1 if is_essay else spec.keys
-        step = (
-            self._step(500, self.length // 64) if is_essay else self._step(25, self.length // 1024)
-        )
-        self.step = max(self.smallest, step)
+        steps = (500, self.length // 64) if is_essay else (25, self.length // 1024)
+        self.step = max(self.smallest, self._step(*steps))
 
     def draw(self, index: int, size: int) -> Draft:
         spec, rng = self.spec, self.random
@@ -500,7 +498,7 @@ def make_rows(
         raise UserError(f"{task} at {length:,} tokens: {fault}") from None
 
 
-def write_rows(path: Path, rows: Iterator[dict[str, Any]]) -> None:
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Write rows where `read_rows` reads them, atomically."""
     write_text(path, "".join(f"{json.dumps(row)}\n" for row in rows))
 

@@ -43,6 +43,7 @@ ANY_ANSWER = frozenset({"qa_1", "qa_2"})
 DATA_FILES = {"qa_1": "squad.json", "qa_2": "hotpotqa.json", "cwe": "english_words.json"}
 
 if TYPE_CHECKING:
-    NeedleTask = RulerTask = str
+    NeedleTask = str
+    RulerTask = str
 else:
     NeedleTask, RulerTask = Literal[*NEEDLES], Literal[*NEW_TOKENS]

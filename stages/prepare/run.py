@@ -8,14 +8,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from bosch.errors import UserError
 from bosch.files import file_hashes, remove
 from bosch.hardware import cpu_cores
 from bosch.progress import progress
 from data_prep.documents.calibration import needle_prompts, write_calibration
-from data_prep.documents.packing import DocumentStream, Packed, mix, pack, write_dataset
+from data_prep.documents.packing import DocumentStream, mix, pack, write_dataset
 from data_prep.documents.sources import KINDS, Filters, Source, documents
 from data_prep.documents.tokenization import tokenise
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
@@ -62,11 +60,9 @@ def run(
             asked.tasks, count, asked.length, asked.new_tokens, "calibration", config.seed,
             tokenizer, words,
         )  # fmt: skip
-        calibration = {
-            **asked.model_dump(include={"tasks", "examples", "length"}),
-            **write_calibration(work_dir / CALIBRATION, prompts, asked.examples, tokenizer),
-            "corpus": essay_identity(asked.essay_dir, words),
-        }
+        write_calibration(work_dir / CALIBRATION, prompts, asked.examples)
+        calibration = asked.model_dump(include={"tasks", "examples", "length"})
+        calibration["corpus"] = essay_identity(asked.essay_dir, words)
         training_data = write_training_data(config, spec, work_dir)
         tokenizer.save_pretrained(work_dir / TOKENIZER)
         hashes = file_hashes(work_dir, [PACKED_DATA, CALIBRATION, TOKENIZER])
@@ -74,7 +70,7 @@ def run(
         statistics.write(work_dir)
     remove(work_dir / "tokens")
     return {
-        **statistics.model_dump(include={"documents", "tokens", "sequences", "bytes_per_token"}),
+        **statistics.model_dump(include={"documents", "tokens", "sequences"}),
         "calibration_examples": statistics.calibration["examples"],
     }
 
@@ -104,6 +100,8 @@ def write_training_data(
     config: StageConfig[PrepareConfig], spec: TokenizerSpec, work_dir: Path
 ) -> dict[str, Any]:
     """Tokenise as much of every source as its share needs, then mix and pack."""
+    from transformers import AutoConfig
+
     section, length = config.section, config.section.sequence_length
     tokens = section.sequences * length
     fields = {"seed": config.seed, "sequence_length": length}
@@ -123,9 +121,17 @@ def write_training_data(
         ]  # fmt: skip
     remove(work_dir / PACKED_DATA)
     with progress(section.sequences, "packing", "sequences") as bar:
-        packed = _checked(pack(mix(streams, targets, tokens), length), spec, bar)
+        packed = pack(mix(streams, targets, tokens), length)
         with_labels = any(source.loss == "completion" for source in sources)
-        write_dataset(work_dir / PACKED_DATA, packed, length, with_labels)
+        most = write_dataset(work_dir / PACKED_DATA, packed, length, with_labels, bar)
+    model = AutoConfig.from_pretrained(
+        spec.path, revision=spec.revision, trust_remote_code=spec.trust_remote_code
+    )
+    if most >= (embeddings := model.get_text_config().vocab_size):
+        raise UserError(
+            f"{spec.path}: the tokenizer makes token {most} of some of the documents, and the "
+            f"model has {embeddings:,} embeddings; resize them (resize_token_embeddings)"
+        )
     statistics: dict[str, Any] = {}
     for source, target, stream in zip(sources, targets, streams, strict=True):
         share, counts = stream.tokens / tokens, stream.tokenised.counts
@@ -136,7 +142,6 @@ def write_training_data(
             "target_share": target,
             "tokens_available": counts["tokens"],
             "epochs": stream.tokens / counts["tokens"],  # above 1 documents repeat
-            "bytes_per_token": counts["text_bytes"] / counts["tokens"],
             "left_out": counts["left_out"],
         }
         if share < target / 2:  # the other sources' long documents used up the tokens
@@ -150,8 +155,6 @@ def write_training_data(
         "tokens": tokens,
         "sequences": section.sequences,
         "sequence_length": length,
-        # Counted as read: repeated sources count several times.
-        "bytes_per_token": sum(s["share"] * s["bytes_per_token"] for s in statistics.values()),
         "sources": statistics,
     }
 
@@ -159,22 +162,3 @@ def write_training_data(
 def _source(config: SourceConfig, **fields: Any) -> Source:
     filters = {name: value for name, value in config.filters if value is not None}
     return Source(**{**dict(config), **fields, "filters": Filters(**filters)})
-
-
-def _checked(sequences: Iterator[Packed], spec: TokenizerSpec, bar: Any) -> Iterator[Packed]:
-    """The sequences; raises UserError at a token for which the model has no embedding."""
-    from transformers import AutoConfig
-
-    model = AutoConfig.from_pretrained(
-        spec.path, revision=spec.revision, trust_remote_code=spec.trust_remote_code
-    )
-    embeddings = model.get_text_config().vocab_size
-    for sequence in sequences:
-        token = int(np.maximum(sequence.signed, ~sequence.signed).max())
-        if token >= embeddings:
-            raise UserError(
-                f"{spec.path}: the tokenizer makes token {token} of some of the documents, and the "
-                f"model has {embeddings:,} embeddings; resize them (resize_token_embeddings)"
-            )
-        yield sequence
-        bar.update()

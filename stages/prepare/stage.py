@@ -17,15 +17,7 @@ from data_prep.tasks.tables import NEW_TOKENS, PROMPTS_PER_EXAMPLE, NeedleTask
 from stages.cost import Cost, Devices
 from stages.evaluate.stage import EvaluateConfig
 from stages.faults import Fault
-from stages.fields import (
-    Count,
-    Line,
-    Number,
-    PathText,
-    Section,
-    different,
-    regular_expression,
-)
+from stages.fields import Count, Line, Number, PathText, Section, different, regular_expression
 from stages.formats import format_hours
 from stages.inputs import Hasher, Input, hashed_files, is_hub_name, prose, python_identity
 from stages.published import WorkSummary
@@ -180,7 +172,6 @@ class Statistics(WorkSummary):
     documents: int
     tokens: int
     sequences: int
-    bytes_per_token: float
     calibration: dict[str, Any]
 
 
@@ -195,11 +186,10 @@ def _faults(loaded: LoadedRecipe) -> Iterator[Fault]:
         where, kind = f"prepare.sources.{index}", KINDS[source.kind]
         if kind.needs_path and not source.path:
             yield Fault(where, f"a source of kind {source.kind} needs a path")
-        for field, is_set in (
-            ("filters.matches", source.filters.matches), ("loss", source.loss == "completion"),
-        ):  # fmt: skip
-            if is_set and not kind.has_fields:
-                yield Fault(f"{where}.{field}", f"a source of kind {source.kind} has no fields")
+        if not kind.has_fields and (source.filters.matches or source.loss == "completion"):
+            yield Fault(
+                where, f"a source of kind {source.kind} has no fields for filters.matches or loss"
+            )
         on_hub = source.path is not None and kind.is_remote(source.path)
         if on_hub and not _COMMIT.fullmatch(source.revision or ""):
             yield Fault(

@@ -115,21 +115,6 @@ def test_a_source_below_half_of_its_share_is_reported(model, tmp_path, caplog, l
     assert "source long has" not in caplog.text
 
 
-def test_bytes_of_a_repeated_source_count_as_often_as_it_is_read(model, tmp_path):
-    (tmp_path / "little.txt").write_text("é" * 150)
-    sources = [
-        {"name": "little", "kind": "text", "path": str(tmp_path / "little.txt")},
-        {"name": "made", "kind": "retrieval"},
-    ]
-    out = run(config(model, sources, train_tokens=60_000), tmp_path / "out")
-    statistics = json.loads((out / "statistics.json").read_text())
-    assert statistics["sources"]["little"]["epochs"] > 3
-    tokenizer, train = tiny_tokenizer(), load_from_disk(str(out / "train"))
-    flat = [token for row in train["input_ids"] for token in row]
-    size = len(tokenizer.decode(flat, skip_special_tokens=True).encode())
-    assert statistics["bytes_per_token"] == pytest.approx(size / len(flat), rel=0.02)
-
-
 def test_training_data_consists_of_the_filtered_documents(model, corpus, tmp_path):
     """If all fit, each is there once and whole, and ends with the end-of-text token."""
     tokenizer = tiny_tokenizer()
@@ -153,8 +138,6 @@ def test_training_data_consists_of_the_filtered_documents(model, corpus, tmp_pat
     mine = statistics["sources"]["mine"]
     assert (mine["documents"], mine["left_out"], len(texts)) == (23, 7, 23)
     assert mine["tokens"] == mine["tokens_available"] == total
-    rate = sum(map(len, texts)) / total
-    assert mine["bytes_per_token"] == statistics["bytes_per_token"] == pytest.approx(rate)
 
 
 def test_calibration_prompts_end_before_the_value_that_they_ask_for(model, corpus, tmp_path):
@@ -169,7 +152,6 @@ def test_calibration_prompts_end_before_the_value_that_they_ask_for(model, corpu
     prompts = read_prompts(out / "calibration")
     texts = [prompt.prompt + prompt.prefix for prompt in prompts]
     sizes = [len(tokenizer(text)["input_ids"]) for text in texts]
-    assert (written["shortest"], written["longest"]) == (min(sizes), max(sizes))
     assert [prompt.spare for prompt in prompts] == [False] * 3 + [True] * 3
     assert [p.task for p in prompts[:3]] == ["niah_single_2", "niah_multikey_1", "niah_single_2"]
     for prompt, text, size in zip(prompts, texts, sizes, strict=True):

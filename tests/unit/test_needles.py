@@ -31,7 +31,7 @@ def test_seed_spaces_share_no_needle_and_no_haystack(tokenizer):
 
 
 def test_a_sample_with_a_needle_or_prompt_of_the_calibration_set_is_refused(tokenizer, tmp_path):
-    write_calibration(tmp_path, prompts_of("calibration", tokenizer, 4), 2, tokenizer)
+    write_calibration(tmp_path, prompts_of("calibration", tokenizer, 4), 2)
     calibration = CalibrationNeedles.load(tmp_path)
     for own in prompts_of("calibration", tokenizer, 4):
         [(key, value)] = own.needles

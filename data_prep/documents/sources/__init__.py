@@ -76,7 +76,7 @@ class Source:
 
 
 class Conversation(NamedTuple):
-    """A document of messages, and where it is in its source."""
+    """A document of messages, and its place."""
 
     messages: Messages
     place: str
@@ -133,12 +133,13 @@ def documents(source: Source) -> Iterator[Document]:
 
 
 def _records(source: Source) -> Iterator[tuple[str, Any]]:
-    kind, what = KINDS[source.kind], source.path
+    kind = KINDS[source.kind]
+    what: Any = source.path
     try:
         parts = list(kind.parts(source))
         random.Random(source.seed).shuffle(parts)
         for part in parts:
-            what = part if isinstance(part, Path) else source.path
+            what = part if isinstance(part, Path) else what
             yield from kind.read(part, source)
     except (UserError, RunError):
         raise
@@ -154,13 +155,11 @@ def _records(source: Source) -> Iterator[tuple[str, Any]]:
 
 def text_field(source: Source) -> str:
     """The field that holds the first record's text: `text` or, without one, its longest text."""
-    _, record = next(_records(source), ("", None))
-    if not isinstance(record, Mapping) or source.text_field in record:
-        return source.text_field
+    field, (_, record) = source.text_field, next(_records(source), ("", None))
+    if not isinstance(record, Mapping) or field in record or _messages(record, field) is not None:
+        return field
     texts = {name: value for name, value in record.items() if isinstance(value, str)}
-    is_chat = _messages(record, source.text_field) is not None
-    longest = max(texts, key=lambda name: len(texts[name]), default=source.text_field)
-    return source.text_field if is_chat else longest
+    return max(texts, key=lambda name: len(texts[name]), default=field)
 
 
 def _document(record: Any, source: Source, place: str) -> Document:

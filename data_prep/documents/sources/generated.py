@@ -33,8 +33,8 @@ def _modules(source: Source) -> list[Path | None]:
 def _python(path: Path | None, source: Source) -> Iterator[tuple[str, str]]:
     if path is None:
         yield from pydoc_topics().items()
-        return
-    yield str(path), path.read_text(encoding="utf-8", errors="ignore")
+    else:
+        yield str(path), path.read_text(encoding="utf-8", errors="ignore")
 
 
 def _retrieval(_: None, source: Source) -> Iterator[tuple[str, str]]:
