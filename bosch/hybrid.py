@@ -12,21 +12,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import re
 import shutil
 import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import CausalBias, causal_lower_right
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -42,12 +39,10 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicCache,
     DynamicLayer,
-    DynamicSlidingWindowLayer,
     LinearAttentionLayer,
     StaticCache,
     StaticLayer,
 )
-from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.generation.utils import ALL_CACHE_NAMES
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils import logging as transformers_logging
@@ -61,26 +56,13 @@ CACHE_NAME: str = ALL_CACHE_NAMES[0]
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 WIDEST_HEAD = 256  # most dimensions of a head in flash-attn's and torch's kernels
-# Kernels that never store the logits of all queries and keys, on a GPU.
-FUSED_KERNELS = [
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-]
-# Up to this number of logits the math kernel may run: few queries, or small models in tests.
-SMALL_LOGITS = 2**24
-# From this many queries on, rows padded on the left go one by one; below, one mask is faster.
-MIN_PADDED = 128
-# Dense masks up to this many entries are made once per pass; larger ones block by block.
+# Most entries of a mask, or of logits that no fused kernel computes: a few queries at a time.
 DENSE_MASK_ENTRIES = 2**24
-# Longer blocks compute more pairs outside the window, shorter ones use a kernel less well.
-_MAX_BLOCK = 128
-# Modules that do not get `output_attentions`; with eager they return weights, as in transformers.
-_ALWAYS_RETURN_WEIGHTS = (
-    "NemotronAttention", "OPTAttention", "PersimmonAttention", "StableLmAttention",
-)  # fmt: skip
+# Longer blocks compute more pairs outside the window, shorter ones copy each key more often.
+_MAX_BLOCK = 256
 
 logger = transformers_logging.get_logger(__name__)
+T = TypeVar("T")
 
 
 # ---- Which heads see which keys
@@ -104,8 +86,7 @@ class Window:
         return self.size + self.sinks
 
 
-@dataclass(frozen=True)
-class HeadGroup:
+class HeadGroup(NamedTuple):
     """KV heads of a layer, ascending, with the same window, or None for full heads."""
 
     heads: tuple[int, ...]
@@ -116,79 +97,71 @@ class HeadGroup:
 class HeadLayout:
     """The heads of one layer in groups: full ones first, then from the widest window down.
 
-    `windows` are those in use, in this order. The layout is contiguous if the heads of each group
-    are adjacent, as in deploy mode; then a group's tensors are views (BOSCH B.2).
+    In this order, as in deploy mode, the tensors of a group are views (BOSCH B.2).
     """
 
     groups: tuple[HeadGroup, ...]
-    num_key_value_heads: int
-    windows: tuple[Window, ...]
-    sinks: int
-    has_full: bool
-    is_contiguous: bool
-    _places: tuple[int, ...]  # group numbers in order of their first heads
-    _indices: dict[tuple[Window | str | None, int, torch.device], Tensor] = field(
-        default_factory=dict, compare=False
-    )
 
     @classmethod
     def of(cls, sizes: Sequence[int], sinks: int = 0) -> HeadLayout:
         """Layout from each KV head's window, 0 for a full one; sliding heads have `sinks` sinks."""
-        kinds = sorted(set(sizes), key=lambda size: -size if size else float("-inf"))
-        heads = [tuple(head for head, x in enumerate(sizes) if x == size) for size in kinds]
-        groups = [
-            HeadGroup(h, Window(x, sinks) if x else None) for h, x in zip(heads, kinds, strict=True)
-        ]
-        windows = tuple(group.window for group in groups if group.window is not None)
-        return cls(
-            tuple(groups),
-            len(sizes),
-            windows,
-            sinks=sinks if windows else 0,
-            has_full=len(windows) < len(groups),
-            is_contiguous=all(h[-1] - h[0] + 1 == len(h) for h in heads),
-            _places=tuple(sorted(range(len(heads)), key=lambda i: heads[i])),
-        )
+        groups = []
+        for size in sorted(set(sizes), key=_from_full):
+            heads = tuple(head for head, x in enumerate(sizes) if x == size)
+            groups.append(HeadGroup(heads, Window(size, sinks) if size else None))
+        return cls(tuple(groups))
+
+    @property
+    def windows(self) -> tuple[Window, ...]:
+        return tuple(group.window for group in self.groups if group.window is not None)
+
+    @property
+    def sinks(self) -> int:
+        return self.windows[0].sinks if self.windows else 0
+
+    @property
+    def has_full(self) -> bool:
+        return len(self.windows) < len(self.groups)
+
+    @property
+    def _order(self) -> list[int]:
+        """The heads of all groups in turn."""
+        return [head for group in self.groups for head in group.heads]
+
+    @property
+    def num_key_value_heads(self) -> int:
+        return len(self._order)
+
+    @property
+    def is_in_order(self) -> bool:
+        return self._order == sorted(self._order)
 
     def heads_of(self, states: Tensor, group: HeadGroup, q_per_kv: int = 1) -> Tensor:
-        """Heads of `group` in [B, HKV * q_per_kv, T, D]: a view if contiguous, else a copy."""
+        """Heads of `group` in [B, HKV * q_per_kv, T, D]: a view if in order, else a copy."""
         if len(self.groups) == 1:
             return states
-        if self.is_contiguous:
+        if self.is_in_order:
             start = group.heads[0] * q_per_kv
             return states[:, start : start + len(group.heads) * q_per_kv]
-        return states.index_select(1, self._index(group, q_per_kv, states.device))
+        return _pick(states, 1, group.heads, q_per_kv)
 
     def merge(self, outputs: Sequence[Tensor], q_per_kv: int) -> Tensor:
         """Join the outputs [B, HQ_group, T, D] of all groups to [B, T, HQ, D], contiguous."""
         if len(outputs) == 1:
             return outputs[0].transpose(1, 2).contiguous()
-        transposed = [output.transpose(1, 2) for output in outputs]
-        if self.is_contiguous:
-            return torch.cat([transposed[place] for place in self._places], dim=2)
-        order = self._index(None, q_per_kv, outputs[0].device)
-        return torch.cat(transposed, dim=2).index_select(2, order)
+        joined = torch.cat([output.transpose(1, 2) for output in outputs], dim=2)
+        places = sorted(range(len(self._order)), key=self._order.__getitem__)
+        return joined if self.is_in_order else _pick(joined, 2, places, q_per_kv)
 
-    def _index(self, group: HeadGroup | None, q_per_kv: int, device: torch.device) -> Tensor:
-        """Head indices on `device`: those of a group, or for None the places of heads when merging.
 
-        Cached, except in a compiled pass, which must not depend on earlier calls.
-        """
-        if torch.compiler.is_compiling():
-            return self._make_index(group, q_per_kv, device)
-        key = ("merged" if group is None else group.window, q_per_kv, device)
-        if key not in self._indices:
-            # Not an inference tensor, which autograd could not use later.
-            with torch.inference_mode(False):
-                self._indices[key] = self._make_index(group, q_per_kv, device)
-        return self._indices[key]
+def _from_full(size: int) -> float:
+    """Sorts windows: a full head's 0 first, then from the widest down."""
+    return -size if size else float("-inf")
 
-    def _make_index(self, group: HeadGroup | None, q_per_kv: int, device: torch.device) -> Tensor:
-        groups = self.groups if group is None else (group,)
-        heads = [head for group in groups for head in group.heads]
-        index = torch.tensor(heads, device=device)[:, None] * q_per_kv
-        index = (index + torch.arange(q_per_kv, device=device)).reshape(-1)
-        return torch.argsort(index) if group is None else index
+
+def _pick(states: Tensor, axis: int, heads: Sequence[int], q_per_kv: int) -> Tensor:
+    index = [head * q_per_kv + query for head in heads for query in range(q_per_kv)]
+    return states.index_select(axis, torch.tensor(index, device=states.device))
 
 
 # ---- One pass
@@ -200,21 +173,16 @@ class AttentionContext:
 
     q_offset is the slot of the first query. `valid` [B, Tk] is False at padding, None without
     padding. `document` [B, Tk] numbers packed documents, only in a pass without padding and cache.
-    `right_padded`: in a pass without past, all padding follows the real tokens; no real token can
-    see it, so attention may ignore padding (the outputs of padded queries are not used).
     `start` []: slot of the first query as a tensor on the device, in a pass over a cache of fixed
     size. q_offset is then the last slot possible, and the key slots are all that the cache has.
-    `covered`: least number of keys in the pass, 0 if it is not known.
     """
 
     q_length: int
     q_offset: int = 0
     valid: Tensor | None = None
     document: Tensor | None = None
-    right_padded: bool = False
     start: Tensor | None = None
-    covered: int = 0
-    _memo: dict[Any, Any] = field(default_factory=dict)
+    _memo: dict[object, Any] = field(default_factory=dict)
 
     @property
     def kv_length(self) -> int:
@@ -224,7 +192,7 @@ class AttentionContext:
     @property
     def is_plain(self) -> bool:
         """Whether visibility depends only on distance: one document, no padding to hide."""
-        return (self.valid is None or self.right_padded) and self.document is None
+        return self.valid is None and self.document is None
 
     @property
     def end(self) -> int | Tensor:
@@ -249,17 +217,18 @@ class AttentionContext:
 
     def row(self, row: int) -> AttentionContext:
         """The padding and documents of one row, in a pass without `start`."""
-        pick = slice(row, row + 1)
-        valid, document = (None if x is None else x[pick] for x in (self.valid, self.document))
+        tables = (self.valid, self.document)
+        valid, document = (None if x is None else x[row : row + 1] for x in tables)
         return AttentionContext(self.q_length, self.q_offset, valid, document)
 
-    def memo(self, key: Any, make: Callable[[], Any]) -> Any:
+    def memo(self, key: object, make: Callable[[], T]) -> T:
         """`make()`, called once per pass and key; in a compiled pass it is called each time."""
         if torch.compiler.is_compiling():
             return make()
         if key not in self._memo:
             self._memo[key] = make()
-        return self._memo[key]
+        found: T = self._memo[key]
+        return found
 
     def visible(self, queries: Tensor, keys: Tensor, window: Window | None = None) -> Tensor:
         """Whether each query slot sees each key slot.
@@ -297,22 +266,6 @@ class AttentionContext:
 
         return self.memo(("sink_slots", sinks), make)
 
-    def left_padding(self) -> list[int] | None:
-        """Padding slots before each row's tokens.
-
-        None without padding, with documents, or if a row has padding elsewhere.
-        """
-        valid = self.valid
-        if valid is None or self.document is not None:
-            return None
-
-        def make() -> list[int] | None:
-            slots = valid.shape[1] - valid.sum(-1)
-            on_left = valid == (torch.arange(valid.shape[1], device=valid.device) >= slots[:, None])
-            return slots.tolist() if bool(on_left.all()) else None
-
-        return self.memo("left_padding", make)
-
     def document_starts(self) -> Tensor:
         """Slot at which the document of each slot starts, [B, Tk]."""
         document = self.document
@@ -326,15 +279,6 @@ class AttentionContext:
 
         return self.memo("document_starts", make)
 
-    def document_lengths(self) -> list[list[int]]:
-        """Tokens of each document of each row, in order."""
-
-        def make() -> list[list[int]]:
-            starts = self.document_starts()
-            return [torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in starts]
-
-        return self.memo("document_lengths", make)
-
     def rank(self, device: torch.device) -> Tensor:
         """Number of real tokens of the same document before each slot: [B or 1, Tk]."""
 
@@ -342,9 +286,9 @@ class AttentionContext:
             slots = torch.arange(self.kv_length, device=device)[None]
             if self.document is not None:
                 return slots - self.document_starts()
-            if self.valid is not None:
-                return self.valid.long().cumsum(-1) - self.valid.long()
-            return slots
+            if self.valid is None:
+                return slots
+            return self.valid.long().cumsum(-1) - self.valid.long()
 
         return self.memo("rank", make)
 
@@ -355,58 +299,6 @@ class AttentionContext:
         inside = inside.expand(rows, *inside.shape[1:])
         table = table.expand(rows, -1)
         return torch.gather(table, 1, inside.reshape(rows, -1)).reshape(inside.shape)
-
-
-class CachedGroup(NamedTuple):
-    """Keys and values of one group of heads, as a cache returns them.
-
-    key, value [B, HG, R, D] hold the last R slots, for full heads all; the sinks [B, HG, S, D] are
-    the first tokens of each row once they have left these. In a cache of fixed size, slots after
-    the last (full heads) or before the first (sliding heads) may be empty.
-    """
-
-    key: Tensor
-    value: Tensor
-    sink_key: Tensor | None = None
-    sink_value: Tensor | None = None
-
-    def seen(self, context: AttentionContext, window: Window | None) -> CachedGroup:
-        """Without empty slots, unless only the device knows them; and without sinks among them."""
-        length = context.kv_length
-        slots = slice(length) if window is None else slice(-length, None)
-        key, value, *sinks = self.key[:, :, slots], self.value[:, :, slots], *self[2:]
-        if context.start is None and key.shape[2] == length:
-            sinks = []
-        return CachedGroup(key, value, *sinks)
-
-
-@dataclass
-class CachedStates:
-    """A layer's keys and values by group, of a HybridCache; `done` is called after the pass."""
-
-    groups: list[CachedGroup]
-    done: Callable[[AttentionContext], None] | None = None
-
-    def to(self, dtype: torch.dtype) -> CachedStates:
-        """The same in another dtype, without `done`."""
-        groups = ((None if x is None else x.to(dtype) for x in group) for group in self.groups)
-        return CachedStates([CachedGroup(*group) for group in groups])  # type: ignore[arg-type]
-
-
-def gather_sinks(
-    recent: Tensor, earlier: Tensor | None, context: AttentionContext, sinks: int
-) -> Tensor:
-    """States of each row's first `sinks` real tokens, [B, HG, S, D].
-
-    From `recent` (the last R slots), or `earlier` once they left it; arbitrary for missing tokens.
-    """
-    first = context.end - recent.shape[2]
-    slots = context.sink_slots(sinks, recent.device)
-    inside = (slots - first).clamp(0, recent.shape[2] - 1)[:, None, :, None]
-    sinks_of_recent = recent.gather(2, inside.expand(*recent.shape[:2], -1, recent.shape[3]))
-    if earlier is None:
-        return sinks_of_recent
-    return torch.where((slots >= first)[:, None, :, None], sinks_of_recent, earlier)
 
 
 # ---- Attention
@@ -437,50 +329,50 @@ class LogitTransform:
         return replace(self, head_logits=head_logits.flatten())
 
 
-def dense_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    visible: Tensor | None,
-    transform: LogitTransform,
-    dropout: float = 0.0,
-) -> Tensor:
-    """Attention [B, HQ, T, D] with all logits in memory, and the softmax at least in float32.
+class CachedGroup(NamedTuple):
+    """Keys and values of one group of heads, as a cache returns them: [B, HG, S + R, D].
 
-    query [B, HQ, T, D]; key, value [B, HKV, Tk, D]; `visible` broadcasts to [B, HQ, T, Tk]. Rows
-    may also be flattened into heads: query [1, B * HQ, T, D], key and value [1, B * HKV, Tk, D].
+    `sinks` S: the first tokens of each row once they have left the last R slots, for full heads all
+    slots. In a cache of fixed size, slots after the last (full heads) or before the first (sliding
+    heads) may be empty.
     """
-    value = value.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    weights = dense_weights(query, key, visible, transform).to(value.dtype)
-    if dropout:
-        weights = torch.nn.functional.dropout(weights, p=dropout)
-    return weights @ value
+
+    key: Tensor
+    value: Tensor
+    sinks: int = 0
 
 
-def dense_weights(
-    query: Tensor, key: Tensor, visible: Tensor | None, transform: LogitTransform
+@dataclass
+class CachedStates:
+    """A layer's keys and values by group, of a HybridCache; `done` is called after the pass."""
+
+    groups: list[CachedGroup]
+    done: Callable[[AttentionContext], None] | None = None
+
+    def to(self, dtype: torch.dtype) -> CachedStates:
+        """The same in another dtype, without `done`."""
+        return CachedStates([CachedGroup(k.to(dtype), v.to(dtype), s) for k, v, s in self.groups])
+
+
+def sink_places(
+    context: AttentionContext, window: Window, keys: int, sinks: int, device: torch.device
 ) -> Tensor:
-    """The softmax of the logits over the keys, [B, HQ, T, Tk], as in `dense_attention`."""
-    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    products = query @ key.transpose(2, 3)
-    logits = (products if query.dtype == torch.float64 else products.float()) * transform.scaling
-    if transform.softcap is not None:
-        logits = transform.softcap * torch.tanh(logits / transform.softcap)
-    if visible is not None:
-        logits = logits.masked_fill(~visible, float("-inf"))
-    if transform.head_logits is not None:
-        extra = transform.head_logits.to(logits.dtype)
-        extra = extra.repeat(query.shape[1] // len(extra))[None, :, None, None]
-        logits = torch.cat([logits, extra.expand(*logits.shape[:3], 1)], dim=3)
-    return logits.softmax(dim=-1)[..., : key.shape[2]]
+    """Places [b, S] of each row's sinks among the keys of a group; arbitrary for missing tokens.
+
+    Of the keys, `sinks` are sinks that have left the last slots, which the others hold.
+    """
+    first = context.end - (keys - sinks)
+    slots = context.sink_slots(window.sinks, device)
+    earlier = torch.arange(window.sinks, device=device)
+    return torch.where(slots < first, earlier, slots - first + sinks).clamp(max=keys - 1)
 
 
 class GroupCall(NamedTuple):
     """Attention of one group of heads: full heads (`window` is None) or those of a window.
 
-    query [B, HQ_group, T, D]; key, value [B, HG, R, D] are the last R slots. sink_key, sink_value
-    [B, HG, S, D] or None are sinks before them. `slots` [R] names the slots if only the device
-    knows them; negative ones are empty.
+    query [B, HQ_group, T, D]; key, value [B, HG, R, D] are `sinks` sinks that a cache held apart,
+    and the last slots. `slots` [B or 1, R] if these are not the last R: one outside 0 .. Tk - 1
+    hides its key.
     """
 
     query: Tensor
@@ -490,26 +382,38 @@ class GroupCall(NamedTuple):
     context: AttentionContext
     transform: LogitTransform
     dropout: float
-    sink_key: Tensor | None = None
-    sink_value: Tensor | None = None
+    sinks: int = 0
     slots: Tensor | None = None
 
-    def with_slots(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys, values and slots [B or 1, S + R]; a slot outside 0 .. Tk - 1 hides its key."""
-        key, value, slots, context = self.key, self.value, self.slots, self.context
-        count = 0 if self.sink_key is None else self.sink_key.shape[2]
-        if slots is None:
-            first = context.kv_length - key.shape[2]
-            slots = torch.arange(first, context.kv_length, device=key.device)
-            if context.is_plain:  # sinks are slots 0, 1, …; those among the recent keys come last
-                count = min(first, count)
-        if not count or self.sink_key is None or self.sink_value is None:
-            return key, value, slots[None]
-        key = torch.cat([self.sink_key[:, :, :count], key], dim=2)
-        value = torch.cat([self.sink_value[:, :, :count], value], dim=2)
-        sinks = context.sink_slots(count, key.device)
-        sinks = torch.where(sinks < slots[0], sinks, context.kv_length)
-        return key, value, torch.cat([sinks, slots.expand(sinks.shape[0], -1)], dim=1)
+    def key_slots(self) -> Tensor:
+        """Slots of the keys, [B or 1, R]."""
+        if self.slots is not None:
+            return self.slots
+        length = self.context.kv_length
+        return torch.arange(length - self.key.shape[2], length, device=self.key.device)[None]
+
+    def visible(self, start: int = 0, count: int | None = None) -> Tensor:
+        """Mask of all keys and these of the queries, [B or 1, 1, T, R]."""
+        stop = start + (self.query.shape[2] if count is None else count)
+        queries = self.context.query_slots(self.key.device)[:, start:stop]
+        return self.context.visible(queries, self.key_slots(), self.window)[:, None]
+
+    def of_cache(self, group: CachedGroup) -> GroupCall:
+        """This call with the keys and values of a cache."""
+        context, window, (key, value, sinks) = self.context, self.window, group
+        length, recent = context.kv_length, key.shape[2] - sinks
+        if context.start is None and (window is None or recent >= length):  # all slots are known
+            known = slice(length) if window is None else slice(-length, None)
+            return self._replace(key=key[:, :, known], value=value[:, :, known])
+        if window is None or (context.start is None and not sinks):
+            return self._replace(key=key, value=value)
+        first = context.end - recent
+        slots = (torch.arange(recent, device=key.device) + first)[None]
+        if sinks:  # one among the last slots is a key there
+            before = context.sink_slots(sinks, key.device)
+            before = torch.where(before < first, before, length)
+            slots = torch.cat([before, slots.expand(len(before), -1)], dim=1)
+        return self._replace(key=key, value=value, sinks=sinks, slots=slots)
 
 
 class AttentionCall(NamedTuple):
@@ -541,27 +445,78 @@ class AttentionCall(NamedTuple):
 
     def by_group(self, attend: Callable[[GroupCall], Tensor]) -> Tensor:
         """Outputs [B, HQ_group, T, D] of `attend` for each group, joined to [B, T, HQ, D]."""
-        layout, key, value, context = self.layout, self.key, self.value, self.context
-        q_per_kv = self.query.shape[1] // layout.num_key_value_heads
+        query, key, value, layout = self.query, self.key, self.value, self.layout
+        q_per_kv = query.shape[1] // layout.num_key_value_heads
         outputs = []
         for number, group in enumerate(layout.groups):
-            slots = None
-            if isinstance(key, Tensor) and isinstance(value, Tensor):
-                states = CachedGroup(layout.heads_of(key, group), layout.heads_of(value, group))
-            else:
-                assert isinstance(key, CachedStates)
-                states = key.groups[number].seen(context, group.window)
-                if context.start is not None and group.window is not None:
-                    count = states.key.shape[2]
-                    slots = torch.arange(-count, 0, device=self.query.device) + context.end
-            heads = layout.heads_of(self.query, group, q_per_kv)
+            heads = layout.heads_of(query, group, q_per_kv)
             transform = self.transform.of(layout, group, q_per_kv)
-            sinks = states.sink_key, states.sink_value
-            options = context, transform, self.dropout, *sinks, slots
-            outputs.append(
-                attend(GroupCall(heads, states.key, states.value, group.window, *options))
+            call = GroupCall(
+                heads, heads, heads, group.window, self.context, transform, self.dropout
             )
+            if isinstance(key, CachedStates):
+                call = call.of_cache(key.groups[number])
+            elif isinstance(value, Tensor):
+                states = layout.heads_of(key, group), layout.heads_of(value, group)
+                call = call._replace(key=states[0], value=states[1])
+            outputs.append(attend(call))
         return layout.merge(outputs, q_per_kv)
+
+
+def dense_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor | None,
+    transform: LogitTransform,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attention [B, HQ, T, D] with all logits in memory, and the softmax at least in float32.
+
+    query [B, HQ, T, D]; key, value [B, HKV, Tk, D]; `visible` broadcasts to [B, HQ, T, Tk]. Rows
+    may also be flattened into heads: query [1, B * HQ, T, D], key and value [1, B * HKV, Tk, D].
+    """
+    value = value.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    weights = dense_weights(query, key, visible, transform).to(value.dtype)
+    return F.dropout(weights, p=dropout) @ value if dropout else weights @ value
+
+
+def dense_weights(
+    query: Tensor, key: Tensor, visible: Tensor | None, transform: LogitTransform
+) -> Tensor:
+    """The softmax of the logits over the keys, [B, HQ, T, Tk], as in `dense_attention`."""
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    products = query @ key.transpose(2, 3)
+    logits = (products if query.dtype == torch.float64 else products.float()) * transform.scaling
+    if transform.softcap is not None:
+        logits = transform.softcap * torch.tanh(logits / transform.softcap)
+    if visible is not None:
+        logits = logits.masked_fill(~visible, float("-inf"))
+    if transform.head_logits is not None:
+        extra = transform.head_logits.to(logits.dtype)
+        extra = extra.repeat(query.shape[1] // len(extra))[None, :, None, None]
+        logits = torch.cat([logits, extra.expand(*logits.shape[:3], 1)], dim=3)
+    return logits.softmax(dim=-1)[..., : key.shape[2]]
+
+
+def eager_attention(call: AttentionCall) -> Tensor:
+    """Attention of all groups of heads by dense masks: [B, T, HQ, D]. Memory grows with T * Tk."""
+    return call.by_group(lambda g: dense_attention(*g[:3], g.visible(), g.transform, g.dropout))
+
+
+def eager_weights(call: AttentionCall) -> Tensor:
+    """Weights [B, HQ, T, Tk] before dropout; 0 for unseen slots, whether cached or not."""
+    length = call.context.kv_length
+
+    def weights(group: GroupCall) -> Tensor:
+        near = dense_weights(group.query, group.key, group.visible(), group.transform)
+        # Slots out of range, which no query sees, go into an extra column.
+        slots = group.key_slots()
+        places = torch.where((slots >= 0) & (slots < length), slots, length)[:, None, None]
+        whole = near.new_zeros(*near.shape[:3], length + 1)
+        return whole.scatter_add_(3, places.expand_as(near), near)[..., :length]
+
+    return call.by_group(weights).transpose(1, 2)
 
 
 def fused_attention(
@@ -576,23 +531,17 @@ def fused_attention(
 ) -> Tensor:
     """Attention [B, HQ, T, D] of `query` [B, HQ, T, D] to `key`, `value` [B, HKV, Tk, D].
 
-    `mask` broadcasts to [B, HQ, T, Tk], or is one of torch.nn.attention.bias; `is_causal` needs Tk
-    = T. RuntimeError if no kernel of FUSED_KERNELS takes them on a GPU, unless logits are few.
+    `mask` broadcasts to [B, HQ, T, Tk]; `is_causal` needs Tk = T.
     """
     q_per_kv, is_grouped = query.shape[1] // key.shape[1], False
     if q_per_kv > 1:  # a branch, since the comparison is symbolic when compiled
-        is_grouped = not is_gpu(query) or _flash_takes(query, key, value, mask)
+        is_grouped = not is_gpu(query) or (mask is None and _flash_takes(query, key, value))
         if not is_grouped:
             key, value = (states.repeat_interleave(q_per_kv, dim=1) for states in (key, value))
-    allowed: Any = contextlib.nullcontext()
-    if is_gpu(query) and not torch.compiler.is_compiling():
-        logits = query.numel() // query.shape[-1] * key.shape[2]
-        allowed = sdpa_kernel(FUSED_KERNELS) if logits > SMALL_LOGITS else allowed
-    with allowed:
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=is_causal,
-            scale=scale, enable_gqa=is_grouped,
-        )  # fmt: skip
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, scale=scale,
+        enable_gqa=is_grouped,
+    )  # fmt: skip
 
 
 def is_gpu(states: Tensor) -> bool:
@@ -600,12 +549,8 @@ def is_gpu(states: Tensor) -> bool:
     return states.device.type == "cuda"
 
 
-def _flash_takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+def _flash_takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether torch's flash kernel, the only one that shares KV heads, can take the states."""
-    if isinstance(mask, CausalBias):  # made for this kernel alone
-        return True
-    if mask is not None:
-        return False
     if torch.compiler.is_compiling():  # torch cannot answer while it traces
         dim = query.shape[-1]
         return query.dtype in HALF_DTYPES and dim == value.shape[-1] and dim <= WIDEST_HEAD
@@ -621,405 +566,137 @@ def masked_attention(
     mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> Tensor:
-    """Attention [B, HQ, T, D] of `query` [B, HQ, T, D] to `key`, `value` [B, HKV, Tk, D].
-
-    `mask` is bool and broadcasts to [B, HQ, T, Tk]; `is_causal` needs Tk = T.
-    """
+    """As `fused_attention`; transformed logits densely, a few queries at a time, not causal."""
     if transform.is_plain:
         return fused_attention(
-            query, key, value, mask=mask, dropout=dropout, is_causal=is_causal,
-            scale=transform.scaling,
+            query, key, value, scale=transform.scaling, mask=mask, dropout=dropout,
+            is_causal=is_causal,
         )  # fmt: skip
-    # No fused kernel supports these logits: densely, equal to transformers' to the bit, and a few
-    # queries at a time.
     rows, heads, length, _ = query.shape
     step = max(16, DENSE_MASK_ENTRIES // (rows * heads * key.shape[2]))
     outputs = []
     for start in range(0, length, step):
-        stop = min(start + step, length)
-        end = key.shape[2]
-        visible = None if mask is None else mask[..., start:stop, :]
-        if is_causal:
-            end = stop
-            slots = torch.arange(stop, device=query.device)
-            visible = slots <= slots[start:, None]
-        states = query[:, :, start:stop], key[:, :, :end], value[:, :, :end]
-        outputs.append(dense_attention(*states, visible, transform, dropout))
+        part = query[:, :, start : start + step]
+        visible = None if mask is None else mask[..., start : start + step, :]
+        outputs.append(dense_attention(part, key, value, visible, transform, dropout))
     return torch.cat(outputs, dim=2)
 
 
-def causal_attention(call: GroupCall) -> Tensor:
-    """Causal attention over all keys, [B, HQ, T, D]; makes a mask only if it is needed."""
-    query, key, value, context = call.query, call.key, call.value, call.context
-    options, length = (call.transform, call.dropout), key.shape[2]
-    # The keys are a cache of fixed size, with slots that are still empty.
-    fixed = context.start is not None or length != context.kv_length
-    if context.is_plain and not fixed:
-        if context.q_length == 1 or context.q_offset == 0:
-            return masked_attention(query, key, value, *options, is_causal=context.q_length > 1)
-        out = attention_after_past(query, key, value, *options)
-        if out is not None:
-            return out
-    if not fixed and not torch.compiler.is_compiling():
-        if context.document is not None and context.valid is None:
-            return _attend_parts(call, context.document_lengths())
-        padding = context.left_padding() if context.q_length >= MIN_PADDED else None
-        if padding is not None:
-            return _attend_parts(call, [[slots, context.kv_length - slots] for slots in padding])
-    queries = context.query_slots(query.device)
-    keys = torch.arange(length, device=query.device)[None]
-    rows = 1 if context.is_plain else query.shape[0]
-    if fixed or rows * context.q_length * length <= DENSE_MASK_ENTRIES:
-        mask = context.memo(("full", length), lambda: context.visible(queries, keys)[:, None])
-        return masked_attention(query, key, value, *options, mask)
-    step = max(64, DENSE_MASK_ENTRIES // (rows * context.kv_length))
-    outputs = []
-    for start in range(0, context.q_length, step):
-        stop = min(start + step, context.q_length)
-        end = context.q_offset + stop
-        mask = context.visible(queries[:, start:stop], keys[:, :end])[:, None]
-        block = query[:, :, start:stop], key[:, :, :end], value[:, :, :end]
-        outputs.append(masked_attention(*block, *options, mask))
-    return torch.cat(outputs, dim=2)
+class Bands(NamedTuple):
+    """The bands of a sliding head: `blocks` blocks of `block` queries C at the end of a text.
 
-
-def _attend_parts(call: GroupCall, parts: list[list[int]]) -> Tensor:
-    """Causal attention within each part of a row, [B, HQ, T, D], and none between parts.
-
-    `parts`: tokens of each row's documents, or of its padding and the rest; they need no mask.
-    """
-    rows, offset = [], call.context.q_offset
-    for number, lengths in enumerate(parts):
-        row, outputs, start = slice(number, number + 1), [], 0
-        for length in lengths:
-            stop, first = start + length, max(start, offset)
-            if first < stop:  # an earlier document may have keys only
-                part = call._replace(
-                    query=call.query[row, :, first - offset : stop - offset],
-                    key=call.key[row, :, start:stop],
-                    value=call.value[row, :, start:stop],
-                    context=AttentionContext(stop - first, first - start),
-                )
-                outputs.append(causal_attention(part))
-            start = stop
-        rows.append(torch.cat(outputs, dim=2))
-    return torch.cat(rows)
-
-
-def attention_after_past(
-    query: Tensor, key: Tensor, value: Tensor, transform: LogitTransform, dropout: float
-) -> Tensor | None:
-    """Causal attention of the last tokens to all keys; None if no kernel supports it."""
-    states = (query, key, value)
-    if not transform.is_plain or any(x.stride(-1) != 1 for x in states):
-        return None
-    shared = query.shape[1] != key.shape[1]
-    if query.device.type != "cuda" or torch.compiler.is_compiling():
-        return None
-    if not can_use_flash_attention(SDPAParams(*states, None, dropout, False, shared)):
-        return None  # torch would make a mask of all T x Tk
-    return fused_attention(
-        *states, mask=causal_lower_right(query.shape[2], key.shape[2]), dropout=dropout,
-        scale=transform.scaling,
-    )  # fmt: skip
-
-
-def eager_attention(call: AttentionCall) -> Tensor:
-    """Attention of all groups of heads by dense masks: [B, T, HQ, D]. Memory grows with T * Tk."""
-
-    def attend(group: GroupCall) -> Tensor:
-        keys, values, slots = group.with_slots()
-        visible = _visible(group, slots)
-        return dense_attention(group.query, keys, values, visible, group.transform, group.dropout)
-
-    return call.by_group(attend)
-
-
-def eager_weights(call: AttentionCall) -> Tensor:
-    """Weights [B, HQ, T, Tk] before dropout; 0 for unseen slots, whether cached or not."""
-    length = call.context.kv_length
-
-    def weights(group: GroupCall) -> Tensor:
-        keys, _, slots = group.with_slots()
-        near = dense_weights(group.query, keys, _visible(group, slots), group.transform)
-        # Slots out of range, which no query sees, go into an extra column.
-        places = torch.where((slots >= 0) & (slots < length), slots, length)[:, None, None]
-        whole = near.new_zeros(*near.shape[:3], length + 1)
-        return whole.scatter_add_(3, places.expand_as(near), near)[..., :length]
-
-    return call.by_group(weights).transpose(1, 2)
-
-
-def _visible(group: GroupCall, slots: Tensor) -> Tensor:
-    queries = group.context.query_slots(group.query.device)
-    return group.context.visible(queries, slots, group.window)[:, None]
-
-
-class _Bands(torch.autograd.Function):
-    """Overlapping views without copies; backward adds the overlapping pieces slice by slice.
-
-    Autograd's own backward adds single elements, which costs more than the attention itself.
+    Each sees the sinks, `before` blocks of keys and its own. The queries before take one mask.
     """
 
-    @staticmethod
-    def forward(ctx: Any, keys: Tensor, block: int, width: int) -> Tensor:
-        ctx.length, ctx.block, ctx.width = keys.shape[1], block, width
-        return _view(keys, block, width)
+    blocks: int
+    block: int
+    before: int
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (grad,) = grads
-        block, width = ctx.block, ctx.width
-        n, heads, _, dim = grad.shape
-        # The last piece has whole blocks, too, since torch.compile mishandles views with gaps.
-        starts = range(0, width, block)
-        total = grad.new_zeros(heads, starts[-1] + n * block, dim)
-        for start in starts:
-            piece = grad[:, :, start : start + block].transpose(0, 1)  # [H, n, <= C, D]
-            target = total[:, start : start + n * block].view(heads, n, block, dim)
-            target[:, :, : piece.shape[2]].add_(piece)
-        return total[:, : ctx.length], None, None
-
-
-def _view(keys: Tensor, block: int, width: int) -> Tensor:
-    return keys.unfold(1, width, block).permute(1, 0, 3, 2)
-
-
-def bands(keys: Tensor, block: int, window: int) -> Tensor:
-    """Keys [H, n*C + W, D] as bands [n, H, C + W, D]; a view, differentiable."""
-    width = block + window
-    if keys.requires_grad and torch.is_grad_enabled():
-        return _Bands.apply(keys, block, width)
-    return _view(keys, block, width)
-
-
-def block_size(window: int) -> int:
-    """Queries that the sdpa backend computes together in a sliding head, C."""
-    return max(16, min(_MAX_BLOCK, window))
+    @classmethod
+    def of(cls, length: int, keys: int, past: int, size: int, sinks: int) -> Bands:
+        """Those of `length` queries and `keys` keys, the queries' own included."""
+        block = max(16, min(_MAX_BLOCK, size))
+        before = -(-size // block)
+        # The first band begins after the sinks, and not before the first key.
+        first = max(1, before * block + sinks - past, before * block - (keys - length))
+        return cls(max(0, length - first) // block, block, before)
 
 
 def sdpa_attention(call: AttentionCall) -> Tensor:
-    """Attention of all groups of heads: [B, T, HQ, D]."""
-    key, value, length = call.key, call.value, call.context.kv_length
-    # No query is W or more slots after a key, so all groups of heads see the same keys.
-    fits = all(length <= window.size for window in call.layout.windows)
-    if fits and isinstance(key, Tensor) and isinstance(value, Tensor):
-        options = call.context, call.transform, call.dropout
-        out = causal_attention(GroupCall(call.query, key, value, None, *options))
-        return out.transpose(1, 2).contiguous()
-
-    def attend(group: GroupCall) -> Tensor:
-        return causal_attention(group) if group.window is None else _sliding(group, group.window)
-
-    return call.by_group(attend)
+    """Attention of all groups [B, T, HQ, D] by torch's kernels; sliding heads are linear in T."""
+    return call.by_group(_sdpa)
 
 
-def _trim(call: GroupCall, window: Window) -> GroupCall:
-    """Drop keys that no query of this pass sees, except sinks, which are stored apart."""
-    key, value, context = call.key, call.value, call.context
-    needed = window.past + context.q_length
-    # Each document has its own sinks, some of which may be among the first keys.
-    if key.shape[2] <= needed or context.document is not None:
-        return call
-    sink_key = sink_value = None
-    if window.sinks:
-        sink_key = gather_sinks(key, call.sink_key, context, window.sinks)
-        sink_value = gather_sinks(value, call.sink_value, context, window.sinks)
-    return call._replace(
-        key=key[:, :, -needed:], value=value[:, :, -needed:],
-        sink_key=sink_key, sink_value=sink_value,
-    )  # fmt: skip
+def _sdpa(call: GroupCall) -> Tensor:
+    """Attention of a group: without a mask where one can do without, and sliding heads in bands."""
+    context, window, length = call.context, call.window, call.context.kv_length
+    options, keys = (call.transform, call.dropout), call.key.shape[2] - call.sinks
+    one, plain = context.q_length == 1, context.is_plain and context.start is None
+    # No query is W or more slots after a key.
+    if window is None or length <= window.size:
+        if plain and (one or (context.q_offset == 0 and call.transform.is_plain)):
+            return masked_attention(*call[:3], *options, is_causal=not one)
+    elif plain and one and keys <= min(window.size, length - call.sinks):
+        return masked_attention(*call[:3], *options)
+    elif context.start is None:
+        bands = Bands.of(context.q_length, keys, context.q_offset, window.size, window.sinks)
+        if bands.blocks:
+            return _banded(call, window, bands)
+    return _masked(call)
 
 
-def _sliding(call: GroupCall, window: Window) -> Tensor:
-    """Sliding-window attention of a group, [B, HQ_group, T, D]."""
-    context = call.context
-    # A cache of fixed size: only the device knows the slots of the ring, so it needs a mask.
-    if context.start is not None:
-        return _sliding_dense(call, window)
-    call = _trim(call, window)
-    first = context.kv_length - call.key.shape[2]
-    # All keys are within the window.
-    if first == 0 and context.kv_length <= window.size:
-        return causal_attention(call)
-    block = block_size(window.size)
-    # Fewer queries than a block: a mask costs less than padding them to a block.
-    if context.q_length < block:
-        return _sliding_dense(call, window)
-    # A whole sequence in which every row sees the same slots: all rows at once.
-    if context.is_plain and context.q_offset == 0 and call.sink_key is None:
-        return _banded_prefill(call, window, block)
-    # Padding, documents or a past: each row has its own mask and its own sinks.
-    rows = [_banded_row(call, window, row, block) for row in range(call.query.shape[0])]
-    return rows[0] if len(rows) == 1 else torch.cat(rows)
-
-
-def _sliding_dense(call: GroupCall, window: Window) -> Tensor:
-    """Attention with one mask: few queries (decoding, short chunks), or a cache of fixed size."""
-    query, context = call.query, call.context
-    key, value, slots = call.with_slots()
-    mask = None
-    if context.start is not None or not context.is_plain or context.q_length > 1:
-        queries = context.query_slots(query.device)
-        mask = context.memo(
-            ("dense", window, key.shape[2]),
-            lambda: context.visible(queries, slots, window)[:, None],
-        )
-    return masked_attention(query, key, value, call.transform, call.dropout, mask)
-
-
-def _banded_prefill(call: GroupCall, window: Window, block: int) -> Tensor:
-    """A whole sequence without padding: W + S causal queries, whole blocks, and a short rest."""
-    query, key, value, sinks = call.query, call.key, call.value, window.sinks
-    options, context = (call.transform, call.dropout), call.context
-    batch, heads, length, dim = query.shape
-    first = min(window.max_keys, length)
-    beginning = query[:, :, :first], key[:, :, :first], value[:, :, :first]
-    first_out = masked_attention(*beginning, *options, is_causal=True)
-    outputs = [first_out]
-    count = (length - first) // block
-    middle = first + count * block
-    # A band begins with the W slots before its first query.
-    start, sink_states = first - window.size, (key[:, :, :sinks], value[:, :, :sinks])
-    if count:
-        out = _attend_bands(
-            _blocks(query[:, :, first:middle].flatten(0, 1), count, block),
-            bands(key[:, :, start:middle].flatten(0, 1), block, window.size),
-            bands(value[:, :, start:middle].flatten(0, 1), block, window.size),
-            tuple(x.flatten(0, 1)[None].expand(count, -1, -1, -1) for x in sink_states),
-            _band_mask(context, block, window, query.device)[None],
-            *options,
-        )  # [n, B * HQ, C, D]
-        outputs.append(out.transpose(0, 1).reshape(batch, heads, count * block, dim))
-        del out  # it was copied
-    if middle < length:
-        rest, start = length - middle, middle - window.size
-        mask = _band_mask(context, rest, window, query.device)
-        last_key, last_value = key[:, :, start:], value[:, :, start:]
-        if sinks:
-            last_key = torch.cat([sink_states[0], last_key], dim=2)
-            last_value = torch.cat([sink_states[1], last_value], dim=2)
-        tail = query[:, :, middle:], last_key, last_value
-        outputs.append(masked_attention(*tail, *options, mask))
-    return torch.cat(outputs, dim=2) if len(outputs) > 1 else first_out
-
-
-def _attend_bands(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    sinks: tuple[Tensor, ...],
-    mask: Tensor,
-    transform: LogitTransform,
-    dropout: float,
-) -> Tensor:
-    """Attention of blocks [n, H, C, D] to their sinks [n, H, S, D] and bands, which are views.
-
-    `mask` is [n or 1, C, S + C + W]. Sinks and bands are copied into one tensor, for few blocks at
-    a time: without gradients the copies never take more memory than the keys.
-    """
-    if not sinks[0].shape[2]:
-        return masked_attention(queries, keys, values, transform, dropout, mask[:, None])
-    count = step = keys.shape[0]
-    # In a backward pass each slice's gradient would be as large as all bands.
-    if not (torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad)):
-        step = max(1, count * queries.shape[2] // (4 * keys.shape[2]))
-    outputs = []
-    for start in range(0, count, step):
-        part = slice(start, start + step)
-        seen_keys = torch.cat([sinks[0][part], keys[part]], dim=2)
-        states = queries[part], seen_keys, torch.cat([sinks[1][part], values[part]], dim=2)
-        visible = (mask if mask.shape[0] == 1 else mask[part])[:, None]
-        outputs.append(masked_attention(*states, transform, dropout, visible))
-    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-
-
-def _blocks(states: Tensor, count: int, block: int) -> Tensor:
-    """[H, n * C, D] as [n, H, C, D]."""
-    heads, _, dim = states.shape
-    return states.reshape(heads, count, block, dim).transpose(0, 1)
-
-
-def _band_mask(
-    context: AttentionContext, queries: int, window: Window, device: torch.device
-) -> Tensor:
-    """Mask of `queries` queries over the sinks and their band: bool [queries, S + W + queries].
-
-    The last keys of the band are the queries' own.
-    """
-
-    def make() -> Tensor:
-        q = torch.arange(window.size, window.size + queries, device=device)[:, None]
-        k = torch.arange(window.size + queries, device=device)[None]
-        band = (k <= q) & (q - k < window.size)
-        return torch.cat([band.new_ones(queries, window.sinks), band], dim=1)
-
-    return context.memo(("plain band", queries, window), make)
-
-
-def _banded_row(call: GroupCall, window: Window, row: int, block: int) -> Tensor:
-    """One row of the batch with padding, documents, sinks or a past: [1, HQ_group, T, D]."""
-    this_row, context = slice(row, row + 1), call.context
-    query, key, value = (x[this_row] for x in (call.query, call.key, call.value))
-    size, sinks, length = window.size, window.sinks, query.shape[2]
-    count = -(-length // block)
-    first = context.kv_length - key.shape[2]
-    # Pad the keys so that block 0's band begins W slots before its first query, and the last block
-    # is whole; padded keys have slots below `first` or beyond the end, which every mask hides.
-    left, right = size - (context.q_offset - first), count * block - length
-    query_blocks = _blocks(F.pad(query[0], (0, 0, 0, right)), count, block)
-    keys, values = (bands(F.pad(x[0], (0, 0, left, right)), block, size) for x in (key, value))
-
-    # Without padding and documents all rows share the mask of row 0.
-    mask_row = 0 if context.valid is None and context.document is None else row
-    memo_key = ("band", window, block, first, mask_row)
-    mask, sink_slots = context.memo(memo_key, lambda: _row_mask(call, window, row, block))
-    if sink_slots is None:
-        sink_states = keys[:, :, :0], values[:, :, :0]
-    elif call.sink_key is not None and call.sink_value is not None:
-        # A cache stores sinks apart; some may be new in this pass.
-        row_context = context.row(row)
-        sink_key = gather_sinks(key, call.sink_key[this_row], row_context, sinks)
-        sink_value = gather_sinks(value, call.sink_value[this_row], row_context, sinks)
-        sink_states = sink_key.expand(count, -1, -1, -1), sink_value.expand(count, -1, -1, -1)
-    else:
-        # All keys are present: each block takes the sinks of the document in which its band begins.
-        index = sink_slots.clamp(0, key.shape[2] - 1).reshape(-1)
-        sink_key, sink_value = (x[0].index_select(1, index) for x in (key, value))
-        sink_states = _blocks(sink_key, count, sinks), _blocks(sink_value, count, sinks)
-    states = query_blocks, keys, values, sink_states
-    out = _attend_bands(*states, mask, call.transform, call.dropout)
-    return out.transpose(0, 1).flatten(1, 2)[None, :, :length]
-
-
-def _row_mask(
-    call: GroupCall, window: Window, row: int, block: int
-) -> tuple[Tensor, Tensor | None]:
-    """Masks [n, C, S + C + W] of a row's blocks; slots [n, S] of the sinks before each band.
-
-    At most one document begins before a band and reaches into it; its sinks are the extra keys.
-    Sinks inside the band are keys of the band.
-    """
-    context, size, sinks, device = call.context, window.size, window.sinks, call.key.device
-    first = context.kv_length - call.key.shape[2]
-    count = -(-context.q_length // block)
-    starts = context.q_offset + block * torch.arange(count, device=device)[:, None]
-    queries = starts + torch.arange(block, device=device)
-    keys = starts + torch.arange(-size, block, device=device)
-    keys = torch.where(keys < first, -1, keys)
-    queries = queries.clamp(max=context.kv_length - 1)
-    sink_slots = None
-    if sinks:
-        offsets = torch.arange(sinks, device=device)
-        if context.document is not None:
-            begin = (starts - size).clamp(min=0)
-            sink_slots = context.document_starts()[row][begin] + offsets
+def _masked(call: GroupCall) -> Tensor:
+    """Attention with a mask, a few queries at a time if it would be large."""
+    query, context, length = call.query, call.context, call.query.shape[2]
+    rows, keys = 1 if context.is_plain else query.shape[0], call.key.shape[2]
+    step = length if context.start is not None else max(64, DENSE_MASK_ENTRIES // (rows * keys))
+    options, outputs = (call.transform, call.dropout), []
+    for start in range(0, length, step):
+        if step >= length:
+            mask = context.memo(("mask", call.window, keys, length), call.visible)
         else:
-            slots = context.sink_slots(sinks, device)
-            sink_slots = slots[min(row, slots.shape[0] - 1)].expand(count, -1)
-        before = (sink_slots < starts - size) | (sink_slots < first)
-        keys = torch.cat([torch.where(before, sink_slots, -1), keys], dim=1)
-    return context.row(row).visible(queries[None], keys[None], window)[0], sink_slots
+            mask = call.visible(start, step)
+        part = query[:, :, start : start + step]
+        outputs.append(masked_attention(part, call.key, call.value, *options, mask))
+    return torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]
+
+
+def _banded(call: GroupCall, window: Window, bands: Bands) -> Tensor:
+    """Sliding attention whose work and memory are linear in T."""
+    context, (count, block, before) = call.context, bands
+    states, plain = (call.query, call.key, call.value), call.context.is_plain
+    first, end, _ = (x.shape[2] - count * block for x in states)
+    # Rows that see the same slots are computed together, as more heads of one row.
+    rows = [[x.flatten(0, 1) for x in states]] if plain else zip(*states, strict=True)
+    outputs = []
+    for row, (query, key, value) in enumerate(rows):
+        mask, places = context.memo(
+            ("bands", window, bands, call.key.shape[2], row),
+            functools.partial(_band_mask, call, window, bands, row),
+        )
+        queries = query[:, first:].unflatten(1, (count, block)).transpose(0, 1)
+        keys, values = (
+            _with_bands(x[:, places], x[:, end - before * block :], bands) for x in (key, value)
+        )
+        out = masked_attention(queries, keys, values, call.transform, call.dropout, mask[:, None])
+        del keys, values  # before the output is copied
+        outputs.append(out.transpose(0, 1).flatten(1, 2))
+        del out
+    slots = call.key_slots()[:, :end]
+    query, key, value = states[0][:, :, :first], states[1][:, :, :end], states[2][:, :, :end]
+    beginning = _masked(call._replace(query=query, key=key, value=value, slots=slots))
+    rest = outputs[0].unflatten(0, states[0].shape[:2]) if plain else torch.stack(outputs)
+    return torch.cat([beginning, rest], dim=2)
+
+
+def _with_bands(sinks: Tensor, states: Tensor, bands: Bands) -> Tensor:
+    """The keys or values [n, H, S + keys, D] of each block, from those of [H, keys, D]."""
+    blocks = states.unflatten(1, (-1, bands.block)).transpose(0, 1)
+    parts = [blocks[start : start + bands.blocks] for start in range(bands.before + 1)]
+    return torch.cat([sinks.transpose(0, 1).expand(bands.blocks, -1, -1, -1), *parts], dim=2)
+
+
+def _band_mask(call: GroupCall, window: Window, bands: Bands, row: int) -> tuple[Tensor, Tensor]:
+    """Masks [n, C, S + keys] of a row's blocks over their sinks and bands, n = 1 if all are equal.
+
+    And the places [n, S] of the sinks among the keys: those of the document that reaches into the
+    band from before. Sinks inside the band are keys of the band.
+    """
+    context, sinks, device = call.context, window.sinks, call.key.device
+    one, block, width = context.row(row), bands.block, bands.before * bands.block
+    numbers = torch.arange(1 if context.is_plain else bands.blocks, device=device)
+    queries = (context.kv_length - (bands.blocks - numbers) * block)[:, None]
+    keys = queries + torch.arange(-width, block, device=device)
+    if context.document is not None:
+        slots = context.document_starts()[row][queries - width] + torch.arange(sinks, device=device)
+        places = slots.clamp(max=call.key.shape[2] - 1)
+    else:
+        slots = one.sink_slots(sinks, device).expand(len(queries), -1)
+        places = sink_places(one, window, call.key.shape[2], call.sinks, device)
+    keys = torch.cat([torch.where(slots < queries - width, slots, -1), keys], dim=1)
+    queries = queries + torch.arange(block, device=device)
+    mask = one.visible(queries[None], keys[None], window)[0]
+    return mask, places.expand(len(queries), -1)
 
 
 # The backends by name. bosch adds those that run on a GPU only, and their names in transformers.
@@ -1028,13 +705,8 @@ ATTENTION: dict[str, Callable[[AttentionCall], Tensor]] = {
     "sdpa": sdpa_attention,
 }
 BACKEND_OF: dict[str | None, str] = {
-    None: "sdpa",
-    NAME: "sdpa",
-    "bosch": "sdpa",
-    "auto": "sdpa",
-    "eager": "eager",
-    "sdpa": "sdpa",
-}
+    None: "sdpa", NAME: "sdpa", "bosch": "sdpa", "auto": "sdpa", "sdpa": "sdpa", "eager": "eager",
+}  # fmt: skip
 
 
 def compute_attention(call: AttentionCall) -> Tensor:
@@ -1117,45 +789,43 @@ def attention_forward(
     attention_mask: AttentionContext | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    **kwargs: Any,
+    *,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sliding_window: int | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: object,
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention interface: output [B, T, HQ, D], and weights [B, HQ, T, Tk].
 
-    query [B, HQ, T, D]; key, value [B, HKV, Tk, D], or states from a HybridCache. Weights are None
-    unless `output_attentions` is set; raises ValueError if the backend has none.
+    query [B, HQ, T, D]; key, value [B, HKV, Tk, D], or states from a HybridCache. Only eager has
+    weights.
     """
     state = required_state(module)
-    layout, context = state.layout, attention_mask
-    _check_supported(layout, kwargs)
-    with_weights = kwargs.get("output_attentions")
-    if with_weights is None:
-        with_weights = getattr(getattr(module, "config", None), "output_attentions", None)
-    if with_weights:
-        check_shows_weights(state)
-    elif type(module).__name__ in _ALWAYS_RETURN_WEIGHTS:
-        with_weights = state.backend == "eager" and state.attend is None
+    layout = state.layout
+    if position_bias is not None:
+        raise ValueError("hybrid attention does not support position_bias")
+    if sliding_window is not None and [x.window for x in layout.groups] != [Window(sliding_window)]:
+        raise ValueError(
+            f"this layer has a window of its own, {sliding_window}, which its heads do not have"
+        )
+    if isinstance(attention_mask, Tensor):
+        raise ValueError("hybrid attention takes a 2-D attention mask [batch, keys], not a 4-D one")
+    context = pass_context(attention_mask, query, key)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    transform = LogitTransform(scale, kwargs.get("softcap"), kwargs.get("s_aux"))
-    if context is None or isinstance(context, AttentionContext):
-        context = pass_context(context, query, key)
-    dropout = dropout if state.attend is None else 0.0
+    transform = LogitTransform(scale, softcap, s_aux)
     call = AttentionCall(query, key, value, layout, context, transform, state.backend, dropout)
     if state.attend is not None:
-        return state.attend(module, call), None
-    if not isinstance(context, AttentionContext):
-        raise ValueError("hybrid attention takes a 2-D attention mask [batch, keys], not a 4-D one")
-    if attention_mask is not None and isinstance(key, Tensor) and isinstance(value, Tensor):
+        return state.attend(module, call._replace(dropout=0.0)), None
+    if isinstance(key, Tensor) and isinstance(value, Tensor):
         length = context.kv_length
-        reaches = [length] if layout.has_full else [window.past for window in layout.windows]
-        if key.shape[2] < max(context.covered, min(length, max(reaches) + context.q_length)):
-            raise ValueError(
-                f"attention_mask covers {max(context.covered, length)} tokens, there are keys of "
-                f"{key.shape[2]}"
-            )
+        # A cache of fixed size that is not a hybrid's has empty slots at the end.
         call = call._replace(key=key[:, :, :length], value=value[:, :, :length])
-    weights = eager_weights(call.autocast()).to(query.dtype) if with_weights else None
+    weights = None
+    if state.backend == "eager":
+        weights = eager_weights(call.autocast()).to(query.dtype)
     out = compute_attention(call)
-    if isinstance(key, CachedStates) and attention_mask is not None and key.done is not None:
+    if isinstance(key, CachedStates) and key.done is not None:
         key.done(context)
     return out, weights
 
@@ -1171,26 +841,6 @@ def pass_context(
     return AttentionContext(query.shape[2], key.shape[2] - query.shape[2])
 
 
-def _check_supported(layout: HeadLayout, options: Mapping[str, Any]) -> None:
-    """Raise ValueError for options of a layer that hybrid attention does not support."""
-    if options.get("position_bias") is not None:
-        raise ValueError("hybrid attention does not support position_bias")
-    base_window = options.get("sliding_window")
-    if base_window is not None and (layout.has_full or layout.windows != (Window(base_window),)):
-        raise ValueError(
-            f"this layer has a window of its own, {base_window}, which its heads do not have"
-        )
-
-
-def check_shows_weights(state: HeadState) -> None:
-    """Raise ValueError if the backend cannot return attention weights."""
-    if state.backend != "eager" or state.attend is not None:
-        raise ValueError(
-            f"output_attentions: the {state.backend} backend computes no attention weights; load "
-            "the model with attn_implementation='eager', or call set_attn_implementation('eager')"
-        )
-
-
 def context_of_pass(
     batch_size: int,
     q_length: int,
@@ -1201,7 +851,7 @@ def context_of_pass(
     allow_is_causal_skip: bool = True,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
-    **kwargs: Any,
+    **kwargs: object,
 ) -> AttentionContext:
     """transformers' mask interface: an `AttentionContext` instead of a mask.
 
@@ -1218,8 +868,7 @@ def context_of_pass(
     if isinstance(q_offset, Tensor) and (q_length == 1 or torch.compiler.is_compiling()):
         valid = None if attention_mask is None else padded_mask(attention_mask, kv_length)
         return AttentionContext(q_length, kv_length - q_length, valid, start=q_offset.clone())
-    offset = int(q_offset)
-    valid, covered = None, 0
+    offset, valid, document = int(q_offset), None, None
     if attention_mask is not None:
         total = offset + q_length
         if attention_mask.shape[1] < total:
@@ -1227,22 +876,18 @@ def context_of_pass(
                 f"attention_mask has {attention_mask.shape[1]} columns, expected {total}: "
                 "the past included"
             )
-        # May exceed the pass: free slots of a cache, or a past that does not exist.
-        covered = kv_length if attention_mask.shape[1] == kv_length else 0
+        # It may have columns for the free slots of a cache.
         valid = attention_mask[:, :total].bool()
-        valid = None if bool(valid.all()) else valid
-    document = None
-    right_padded = (
-        valid is not None and offset == 0 and not bool((valid.diff(dim=1) & valid[:, 1:]).any())
-    )
-    packable = attention_mask is None and offset == 0 and q_length > 1
-    if packable and not allow_is_causal_skip and mask_function is not None:
+        # No token sees padding that follows it; the outputs of padding are not used.
+        follows = offset == 0 and not bool((valid.diff(dim=1) & valid[:, 1:]).any())
+        valid = None if follows or bool(valid.all()) else valid
+    elif offset == 0 and q_length > 1 and not allow_is_causal_skip and mask_function is not None:
         rows = torch.arange(batch_size, device=device)[:, None]
         slots = torch.arange(1, q_length, device=device)[None]
         begins = ~mask_function(rows, torch.zeros_like(rows), slots, slots - 1)
         begins = begins.expand(batch_size, -1)
         document = F.pad(begins.long(), (1, 0)).cumsum(-1)
-    return AttentionContext(q_length, offset, valid, document, right_padded, covered=covered)
+    return AttentionContext(q_length, offset, valid, document)
 
 
 def padded_mask(attention_mask: Tensor, length: int) -> Tensor:
@@ -1257,7 +902,7 @@ def masks_for_generate(
     attention_mask: Tensor | None = None,
     past_key_values: Cache | None = None,
     cache: Cache | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Tensor | None:
     """The mask `generate` passes with a static cache: the 2-D padding mask.
 
@@ -1280,108 +925,132 @@ def _cache_room(cache: Cache) -> int:
     return max(getattr(layer, "max_cache_len", 0) for layer in cache.layers)
 
 
-def register_attention() -> None:
-    """Register `NAME` as attention implementation of transformers; harmless when called again."""
-    AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, context_of_pass)
+# For models and caches of any library; transformers looks for both under the same name.
+AttentionInterface.register(NAME, attention_forward)
+AttentionMaskInterface.register(NAME, context_of_pass)
 
 
 # ---- The cache: one of transformers' cache layers for each group of heads
 
 # It grows with the text, or has a fixed size: then its tensors are changed in place and its length
 # is read on the device, so torch.compile traces decoding only once.
-_States: TypeAlias = tuple[Tensor, Tensor]  # keys and values of a group, [B, HG, T, D]
+_States: TypeAlias = tuple[Tensor, Tensor]  # keys and values of a group, [B, HG, S + R, D]
 
 
-class WindowLayer(DynamicSlidingWindowLayer):
-    """The last W - 1 tokens, and the sinks once they are not among these."""
+class WindowLayer(DynamicLayer):
+    """The last W - 1 tokens, after the sinks once these are not among them."""
 
-    keys: Any
-    values: Any
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, window: Window) -> None:
-        super().__init__(window.size)
-        self.window = window
-        self.sinks: Any = DynamicLayer()
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.window, self.sinks, self.cumulative_length = window, 0, 0
+        self.record_past = False
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object) -> _States:
+        self.cumulative_length += key_states.shape[2]
+        return super().update(key_states, value_states)
+
+    def get_seq_length(self) -> int:
+        return self.cumulative_length
 
     def settle(self, seen: _States, context: AttentionContext) -> None:
-        """Keep the sinks, and drop what no later query sees; `context` is the pass of `seen`."""
-        count, first = self.window.sinks, self.cumulative_length - seen[0].shape[2]
-        stored = self.sinks.keys is not None and context.valid is None and first >= count
-        if count and self.cumulative_length > self.window.past and not stored:
-            pairs = zip(seen, (self.sinks.keys, self.sinks.values), strict=True)
-            sinks = [gather_sinks(states, earlier, context, count) for states, earlier in pairs]
-            self.sinks.lazy_initialization(*seen)
-            self.sinks.keys, self.sinks.values = sinks
-        if not self.record_past:
-            self._keep(self.keys.shape[2])
-
-    def _keep(self, count: int) -> None:
-        """Of the first `count` tokens keep the last W - 1; a slice would keep all in memory."""
-        part = slice(max(0, count - self.window.past), count)
-        states = (self.keys[:, :, part], self.values[:, :, part])
-        self.keys, self.values = (
-            x if x.untyped_storage().nbytes() == x.nbytes else x.clone() for x in states
+        """Drop what no later query sees, after the pass `context` has read the states `seen`."""
+        count, device = seen[0].shape[2], seen[0].device
+        self.places = context.memo(
+            ("sinks", self.window, count, self.sinks),
+            lambda: sink_places(context, self.window, count, self.sinks, device),
         )
+        if not self.record_past:
+            self._keep()
+
+    def _keep(self) -> None:
+        count, window = self.keys.shape[2], self.window
+        if count > window.past + window.sinks:
+            places = self.places.clamp(max=count - 1)
+            self.keys, self.values = (  # copies, for slices would keep all in memory
+                torch.cat([_at_places(x, places), x[:, :, count - window.past :]], dim=2)
+                for x in (self.keys, self.values)
+            )
+            self.sinks = window.sinks
 
     def can_remove(self, count: int) -> bool:
-        left = self.cumulative_length - count
-        return bool(self.keys.shape[2] - count >= min(left, self.window.past))
+        left, recent = self.cumulative_length - count, self.keys.shape[2] - self.sinks - count
+        return bool(not self.sinks and self.keys.shape[2] == self.cumulative_length) or (
+            recent >= min(left, self.window.past)
+        )
 
     def crop(self, tokens_to_remove: int) -> None:
-        self.cumulative_length = max(0, self.cumulative_length + tokens_to_remove)
-        self._keep(max(0, self.keys.shape[2] + tokens_to_remove))
-        if self.cumulative_length <= self.window.past:
-            self.sinks.reset()  # they are among the recent tokens again
+        self.cumulative_length += tokens_to_remove
+        super().crop(tokens_to_remove)
+        self._keep()
+
+    def reset(self) -> None:
+        super().reset()
+        self.sinks = 0
+
+
+def _at_places(states: Tensor, places: Tensor) -> Tensor:
+    """States [B, HG, S, D] at places [b, S] of [B, HG, R, D]."""
+    index = places[:, None, :, None].expand(*states.shape[:2], -1, states.shape[3])
+    return states.gather(2, index)
 
 
 class FixedLayer(StaticLayer):
     """A place for every token; tokens can be taken back."""
 
+    keys: Tensor
+    values: Tensor
+
     def crop(self, tokens_to_remove: int) -> None:
-        self.cumulative_length.add_(tokens_to_remove).clamp_(min=0)
+        self.cumulative_length.add_(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        for states in (self.keys, self.values):  # compiled code knows their addresses
+            states.copy_(states.index_select(0, beam_idx.to(states.device)))
 
 
 class FixedWindowLayer(FixedLayer):
-    """The last W tokens, the newest in the last place, and the sinks; or every token if it fits."""
-
-    keys: Any
-    values: Any
+    """The sinks and the last W tokens, the newest in the last place; or every token if it fits."""
 
     def __init__(self, window: Window, room: int) -> None:
-        self.room, fits = room, room <= window.max_keys
-        super().__init__(room if fits else window.size)
-        self.sinks: Any = StaticLayer(0 if fits else window.sinks)
+        super().__init__(min(room, window.max_keys))
+        self.window, self.room = window, room
+        self.sinks = window.sinks if room > window.max_keys else 0
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> _States:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object) -> _States:
         # Any token finds a place here: the table makes one beyond the room fail on the device.
         lengths = torch.arange(1, self.room + 1, device=self.device)
         last = self.cumulative_length + (key_states.shape[2] - 1)
         self.cumulative_length.copy_(lengths.index_select(0, last[None])[0])
-        keys = torch.cat([self.keys[:, :, 1:], key_states], dim=2)
-        values = torch.cat([self.values[:, :, 1:], value_states], dim=2)
-        self.keys.copy_(keys[:, :, -self.max_cache_len :])
-        self.values.copy_(values[:, :, -self.max_cache_len :])
-        return keys, values
+        sinks, seen = self.sinks, []
+        for held, new in ((self.keys, key_states), (self.values, value_states)):
+            seen.append(torch.cat([held[:, :, :sinks], held[:, :, sinks + 1 :], new], dim=2))
+            held[:, :, sinks:].copy_(seen[-1][:, :, sinks - self.max_cache_len :])
+        return seen[0], seen[1]
 
     def settle(self, seen: _States, context: AttentionContext) -> None:
-        """Keep the sinks among the tokens that attention has read in the pass `context`."""
-        for sinks, states in zip((self.sinks.keys, self.sinks.values), seen, strict=True):
-            if sinks.shape[2]:
-                sinks.copy_(gather_sinks(states, sinks, context, sinks.shape[2]))
+        """Keep the sinks among the states `seen` that the pass `context` has read."""
+        if self.sinks:
+            count, device = seen[0].shape[2], seen[0].device
+            places = sink_places(context, self.window, count, self.sinks, device)
+            for held, states in zip((self.keys, self.values), seen, strict=True):
+                held[:, :, : self.sinks].copy_(_at_places(states, places))
 
     def can_remove(self, count: int) -> bool:
-        return bool(self.cumulative_length <= self.max_cache_len)
+        return bool(self.cumulative_length <= self.max_cache_len - self.sinks)
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
-        for states in (self.keys, self.values):
+        for states in (self.keys[:, :, self.sinks :], self.values[:, :, self.sinks :]):
             states.copy_(states.roll(-tokens_to_remove, dims=2))
 
 
-def _part(window: Window | None, room: int | None) -> Any:
+_Part: TypeAlias = DynamicLayer | FixedLayer
+
+
+def _part(window: Window | None, room: int | None) -> _Part:
     """Cache layer of one group of heads."""
     if window is None:
         return DynamicLayer() if room is None else FixedLayer(room)
@@ -1389,11 +1058,11 @@ def _part(window: Window | None, room: int | None) -> Any:
 
 
 def _each(name: str) -> Callable[..., None]:
-    """A method that calls `name` of every layer that holds tensors."""
+    """A method that calls `name` of every group's layer."""
 
-    def call(self: HeadGroupsLayer, *args: Any) -> None:
-        for held in self.held:
-            getattr(held, name)(*args)
+    def call(self: HeadGroupsLayer, *args: object) -> None:
+        for part in self.parts if self.is_initialized else ():
+            getattr(part, name)(*args)
 
     return call
 
@@ -1410,17 +1079,14 @@ class HeadGroupsLayer(CacheLayerMixin):
         self.is_compileable = self.supports_early_init = room is not None
         self.is_croppable = room is None
         self.parts = [_part(group.window, room) for group in layout.groups]
-        self.sinks: list[Any] = [getattr(part, "sinks", None) for part in self.parts]
-        self.held: list[Any] = [*self.parts, *filter(None, self.sinks)]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         self.batch_size = key_states.shape[0]
-        new = self._split(key_states, value_states)
-        for part, sinks, states in zip(self.parts, self.sinks, new, strict=True):
-            for held in (part, sinks) if self.is_compileable and sinks is not None else (part,):
-                held.lazy_initialization(*states)
-                held.values = held.values.to(value_states.dtype)  # autocast may leave float32 keys
+        for part, states in zip(self.parts, self._split(key_states, value_states), strict=True):
+            part.lazy_initialization(*states)
+            if part.values is not None:  # autocast may leave float32 keys
+                part.values = part.values.to(value_states.dtype)
         self.is_initialized = True
 
     def _split(self, keys: Tensor, values: Tensor) -> list[_States]:
@@ -1428,7 +1094,7 @@ class HeadGroupsLayer(CacheLayerMixin):
         return [(heads(keys, group), heads(values, group)) for group in self.layout.groups]
 
     def update(  # type: ignore[override]
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[CachedStates, CachedStates]:
         """Add the tokens of a pass, [B, HKV, T, D]; returns all states that its queries may see.
 
@@ -1443,20 +1109,16 @@ class HeadGroupsLayer(CacheLayerMixin):
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        new = self._split(key_states, value_states)
-        seen = [part.update(*states) for part, states in zip(self.parts, new, strict=True)]
-        held = [
-            CachedGroup(
-                states[0], states[1], getattr(sinks, "keys", None), getattr(sinks, "values", None)
-            )
-            for states, sinks in zip(seen, self.sinks, strict=True)
-        ]
-        cached = CachedStates(held, functools.partial(self._settle, seen))
+        pairs = zip(self.parts, self._split(key_states, value_states), strict=True)
+        seen = [part.update(*states) for part, states in pairs]
+        sinks = [getattr(part, "sinks", 0) for part in self.parts]
+        groups = [CachedGroup(*states, n) for states, n in zip(seen, sinks, strict=True)]
+        cached = CachedStates(groups, functools.partial(self._settle, seen))
         return cached, cached
 
     def _settle(self, seen: list[_States], context: AttentionContext) -> None:
         for part, states in zip(self.parts, seen, strict=True):
-            if hasattr(part, "settle"):
+            if isinstance(part, WindowLayer | FixedWindowLayer):
                 part.settle(states, context)
 
     def get_seq_length(self) -> Any:
@@ -1476,7 +1138,7 @@ class HeadGroupsLayer(CacheLayerMixin):
         """Keep all tokens of a pass until `crop`, so that it can take some back."""
         for part in self.parts:
             if isinstance(part, WindowLayer):
-                part.activate_past_recording()
+                part.record_past = True
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise as `crop` does, and change nothing."""
@@ -1484,11 +1146,12 @@ class HeadGroupsLayer(CacheLayerMixin):
             raise ValueError("crop takes the negative number of tokens to remove")
         length = int(self.get_seq_length())
         for part in self.parts if 0 < -tokens_to_remove < length else ():
-            if hasattr(part, "can_remove") and not part.can_remove(-tokens_to_remove):
+            can_remove = getattr(part, "can_remove", None)
+            if can_remove is not None and not can_remove(-tokens_to_remove):
                 raise RuntimeError(
                     f"tokens cannot be taken back: of {length} the cache's sliding heads hold the "
-                    f"last {part.keys.shape[2]}; use the dynamic cache, and call its "
-                    "activate_past_recording() before the tokens are added"
+                    "last few; use the dynamic cache, and call its activate_past_recording() "
+                    "before the tokens are added"
                 )
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -1498,18 +1161,16 @@ class HeadGroupsLayer(CacheLayerMixin):
         tokens that they would need again.
         """
         self.check_crop(tokens_to_remove)
-        for part in self.parts if self.is_initialized else ():
-            part.crop(tokens_to_remove)
+        if -tokens_to_remove >= self.get_seq_length():
+            self.reset()
+        else:
+            _each("crop")(self, tokens_to_remove)
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        for held in self.held if self.is_initialized else ():
-            if not self.is_compileable:
-                held.reorder_cache(beam_idx)
-                continue
-            for states in (held.keys, held.values):  # compiled code knows their addresses
-                states.copy_(states.index_select(0, beam_idx.to(states.device)))
+    def reset(self) -> None:
+        _each("reset")(self)
+        self.is_initialized &= self.is_compileable
 
-    reset = _each("reset")
+    reorder_cache = _each("reorder_cache")
     offload = _each("offload")
     prefetch = _each("prefetch")
     batch_repeat_interleave = _each("batch_repeat_interleave")
@@ -1519,7 +1180,7 @@ class HeadGroupsLayer(CacheLayerMixin):
 def _both(name: str) -> Callable[..., None]:
     """A method that calls `name` for the keys and values and for the states."""
 
-    def call(self: Any, *args: Any) -> None:
+    def call(self: HeadGroupsAndStatesLayer, *args: object) -> None:
         for kind in (HeadGroupsLayer, LinearAttentionLayer):
             getattr(kind, name)(self, *args)
 
@@ -1573,7 +1234,7 @@ class HybridCache(Cache):
         self,
         layouts: Sequence[HeadLayout | None],
         max_cache_len: int | None = None,
-        own: Sequence[Any] | None = None,
+        own: Sequence[object] | None = None,
     ) -> None:
         others = own or [None] * len(layouts)
         pairs = zip(layouts, others, strict=True)
@@ -1601,21 +1262,19 @@ class HybridCache(Cache):
         for layer in self.layers:
             if isinstance(layer, HeadGroupsLayer):
                 layer.check_crop(tokens_to_remove)
-            if not isinstance(layer, LinearAttentionLayer):
-                continue
-            if not layer.record_past:
-                LinearAttentionLayer.crop(layer, tokens_to_remove)  # raises, and changes nothing
-            if tokens_to_remove and any(layer.is_recurrent_states_initialized.values()):
+            if isinstance(layer, LinearAttentionLayer) and not (
+                layer.record_past and (layer.is_croppable or not tokens_to_remove)
+            ):
                 raise RuntimeError(
-                    "tokens cannot be taken back from recurrent states: pass the text again with "
-                    "a new cache"
+                    "tokens cannot be taken back from recurrent states, nor from others without "
+                    "activate_past_recording(): pass the text again with a new cache"
                 )
         super().crop(tokens_to_remove)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times, consecutively."""
-        held = next(held for layer in self.layers for held in getattr(layer, "held", ()))
-        rows = torch.arange(held.keys.shape[0])
+        layer = next(layer for layer in self.layers if isinstance(layer, HeadGroupsLayer))
+        rows = torch.arange(len(layer.parts[0].keys))  # type: ignore[arg-type]
         self.batch_select_indices(rows.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Any) -> None:
@@ -1623,83 +1282,12 @@ class HybridCache(Cache):
         self.reorder_cache(indices)
 
 
-# ---- Adapters of the base model, whose KV heads have another order
-
-
-def reorder_weight(weight: Tensor, axis: int, sizes: Sequence[int], order: Sequence[int]) -> Tensor:
-    """A weight with its KV heads in `order` (BOSCH B.2).
-
-    Along `axis` there are, for each of `sizes` in turn, as many entries of every KV head: a fused
-    projection of queries, keys and values has three sizes.
-    """
-    heads = torch.tensor(order, device=weight.device)[:, None]
-    parts = []
-    for part, size in zip(
-        torch.split(weight, [size * len(order) for size in sizes], axis), sizes, strict=True
-    ):
-        entries = heads * size + torch.arange(size, device=weight.device)
-        parts.append(part.index_select(axis, entries.flatten()))
-    return torch.cat(parts, axis) if len(parts) > 1 else parts[0]
-
-
-def _reorder_adapters(hybrid: HybridModelMixin, weights: dict[str, Tensor], *others: Any) -> None:
-    """Hook of `load_state_dict`: give LoRA adapters of the base model the hybrid's order of heads.
-
-    PEFT's configuration names the model that an adapter was trained on. The hybrid's name replaces
-    it, since the adapter, saved again, is the hybrid's. ValueError for other kinds of adapters in
-    attention, and for adapters of an unknown model.
-    """
-    configs: Mapping[str, Any] = getattr(hybrid, "peft_config", {})
-    foreign = {name for name, config in configs.items() if not _is_of_hybrid(config, hybrid)}
-    if not foreign:
-        return
-    table = hybrid.config.hybrid_attention
-    orders = dict(zip(table["layers"], map(deploy_order, table["windows"]), strict=True))
-    linear = "|".join(re.escape(name.removesuffix(".weight")) for name in table["weights"])
-    inside = re.compile(rf"(?:^|\.)layers\.(\d+)\.({linear})\.(.+)$")
-    moved = set()
-    for name, weight in weights.items():
-        place = inside.search(name)
-        if place is None or int(place[1]) not in orders:
-            continue
-        kind, *rest = place[3].split(".")
-        adapter = next((part for part in rest if part in foreign), None)
-        if adapter is None:
-            continue
-        if kind not in ("lora_A", "lora_B", "lora_magnitude_vector"):
-            raise ValueError(
-                f"{name}: an adapter of this kind was trained on another order of heads; train it "
-                "on the hybrid, or merge it into the base model before materialize"
-            )
-        moved.add(adapter)
-        axis, sizes = table["weights"][f"{place[2]}.weight"]
-        if (kind == "lora_A") is (axis == 1):
-            weights[name] = reorder_weight(weight, axis, sizes, orders[int(place[1])])
-    for adapter in moved:
-        configs[adapter].base_model_name_or_path = hybrid.config.name_or_path
-
-
-def _is_of_hybrid(adapter: Any, hybrid: PreTrainedModel) -> bool:
-    """Whether an adapter was trained on the hybrid, and not on its base model."""
-    trained_on = adapter.base_model_name_or_path
-    if (trained_on or "") == hybrid.config.name_or_path:
-        return True
-    try:
-        content, _ = PreTrainedConfig.get_config_dict(trained_on)
-    except Exception as error:
-        raise ValueError(
-            f"an adapter was trained on {trained_on!r}, which cannot be read, so the order of its "
-            "heads is not known; correct base_model_name_or_path in its adapter_config.json"
-        ) from error
-    return str(content.get("model_type")).startswith(PREFIX)
-
-
 # ---- Configurations and models
 
 
 def deploy_order(row: Sequence[int]) -> list[int]:
     """KV heads of a layer, from full to the narrowest window, else in the base model's order."""
-    return sorted(range(len(row)), key=lambda head: -row[head] if row[head] else float("-inf"))
+    return sorted(range(len(row)), key=lambda head: _from_full(row[head]))
 
 
 def deploy_layouts(config: PreTrainedConfig) -> list[HeadLayout | None]:
@@ -1730,13 +1318,16 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return config.get_text_config(decoder=True)
 
 
+_Pickled: TypeAlias = tuple[Callable[[str, int], object], tuple[str, int], dict[str, object]]
+
+
 class HybridConfigMixin:
     """Adds `hybrid_attention` to the configuration class of a family, and saves this file with it.
 
     A last line in the copy of this file makes the family's classes, which the configuration names.
     """
 
-    def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> Any:
+    def save_pretrained(self, save_directory: str | Path, *args: object, **kwargs: object) -> None:
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         model_type = type(self).model_type.removeprefix(PREFIX)  # type: ignore[attr-defined]
@@ -1750,17 +1341,34 @@ class HybridConfigMixin:
             autos["AutoModelForImageTextToText"] = 2
         module = CODE_FILE.removesuffix(".py")
         self.auto_map = {auto: f"{module}.{names[kind]}" for auto, kind in autos.items()}
-        return super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> _Pickled:
         model_type = type(self).model_type  # type: ignore[attr-defined]
         return _empty, (model_type, 0), self.__dict__
 
 
-def _empty(model_type: str, kind: int) -> Any:
+def _empty(model_type: str, kind: int) -> object:
     """For unpickling: an object of a family's class, which may not exist yet in this process."""
     found = hybrid_classes(model_type.removeprefix(PREFIX))[kind]
     return found.__new__(found)
+
+
+def _check_adapters(hybrid: PreTrainedModel, *_: object) -> None:
+    """Raise ValueError for an adapter that was trained on another order of heads, the base's.
+
+    PEFT's configuration names the model that an adapter was trained on.
+    """
+    for name, adapter in getattr(hybrid, "peft_config", {}).items():
+        trained_on, model_type = adapter.base_model_name_or_path or "", ""
+        with contextlib.suppress(OSError, ValueError):
+            content, _ = PreTrainedConfig.get_config_dict(trained_on)
+            model_type = str(content.get("model_type"))
+        if trained_on != hybrid.config.name_or_path and not model_type.startswith(PREFIX):
+            raise ValueError(
+                f"the adapter '{name}' was trained on '{trained_on}', whose heads have another "
+                "order: train it on the hybrid, or merge it into the base before materialize"
+            )
 
 
 class HybridModelMixin(PreTrainedModel):
@@ -1768,16 +1376,18 @@ class HybridModelMixin(PreTrainedModel):
 
     _kind: int  # the place in `hybrid_classes`
 
-    def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, config: PreTrainedConfig, *args: object, **kwargs: object) -> None:
         layouts = deploy_layouts(config)
         super().__init__(config, *args, **kwargs)
-        decoder: Any = self.get_decoder()
+        decoder = self.get_decoder()
         if text_config(config) is not config:  # the text config has its own implementation
             decoder.set_attn_implementation(NAME)
         set_layouts(self, layouts, self._hybrid_backend)
-        self.register_load_state_dict_pre_hook(_reorder_adapters)
+        self.register_load_state_dict_pre_hook(_check_adapters)
         # At the decoder, since libraries replace the `forward` of the whole model.
-        prepare = functools.partial(_prepare_pass, config.hybrid_attention["mixes_documents"])
+        names = tuple(inspect.signature(type(decoder).forward).parameters)[1:]
+        mixes: bool = config.hybrid_attention["mixes_documents"]
+        prepare = functools.partial(_prepare_pass, names, mixes)
         decoder.register_forward_pre_hook(prepare, with_kwargs=True)
 
     @classmethod
@@ -1795,36 +1405,13 @@ class HybridModelMixin(PreTrainedModel):
         check_weights(model, info)
         return (model, info) if output_loading_info else model
 
-    def add_adapter(self, adapter_config: Any, *args: Any, **kwargs: Any) -> None:
-        """transformers' method; the adapter is the hybrid's own."""
-        if adapter_config.base_model_name_or_path is None:
-            adapter_config.base_model_name_or_path = self.config.name_or_path
-        super().add_adapter(adapter_config, *args, **kwargs)
-
-    def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
+    def load_adapter(self, *args: Any, **kwargs: Any) -> object:
         """transformers' method, which does not call `load_state_dict`."""
         result = super().load_adapter(*args, **kwargs)
-        loaded = {name: weight.data for name, weight in self.named_parameters()}
-        ordered = dict(loaded)
-        _reorder_adapters(self, ordered)
-        for name, weight in loaded.items():
-            weight.copy_(ordered[name])
+        _check_adapters(self)
         return result
 
-    @classmethod
-    def prepare_distribute_model(cls, distributed_config: Any, *args: Any, **kwargs: Any) -> Any:
-        """Refuse to split heads or layers: layouts have all heads of a layer, caches all layers."""
-        if isinstance(distributed_config, dict):
-            distributed_config = DistributedConfig.from_dict(distributed_config)
-        if distributed_config.tp_size > 1 or distributed_config.pp_size > 1:
-            raise ValueError(
-                "tp_plan, tp_size, distributed_config: a hybrid's heads and layers cannot be split "
-                "over processes by transformers; serve it with vLLM's --tensor-parallel-size, or "
-                "load it with device_map"
-            )
-        return super().prepare_distribute_model(distributed_config, *args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> _Pickled:
         return _empty, (self.config.model_type, self._kind), self.__dict__
 
     @classmethod
@@ -1833,20 +1420,18 @@ class HybridModelMixin(PreTrainedModel):
         return False
 
     def _check_and_adjust_attn_implementation(
-        self, attn_implementation: str | None, *args: Any, **kwargs: Any
+        self, attn_implementation: object, *args: object, **kwargs: object
     ) -> str:
         """Every implementation that is requested means the hybrid attention with that backend."""
-        known = attn_implementation is None or isinstance(attn_implementation, str)
-        if not known or attn_implementation not in BACKEND_OF:
-            raise ValueError(
-                f"attn_implementation='{attn_implementation}' has no hybrid form: choose one of "
-                f"{', '.join(name for name in BACKEND_OF if name)}"
-            )
-        register_attention()
-        self._hybrid_backend = BACKEND_OF[attn_implementation]
-        return NAME
+        if isinstance(attn_implementation, str | None) and attn_implementation in BACKEND_OF:
+            self._hybrid_backend = BACKEND_OF[attn_implementation]
+            return NAME
+        raise ValueError(
+            f"attn_implementation='{attn_implementation}' has no hybrid form: choose one of "
+            f"{', '.join(name for name in BACKEND_OF if name)}"
+        )
 
-    def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+    def set_attn_implementation(self, attn_implementation: object, *_: object) -> None:
         """Choose the backend of the hybrid attention."""
         self._check_and_adjust_attn_implementation(attn_implementation)
         set_layouts(self, layouts_of(self), self._hybrid_backend)
@@ -1859,54 +1444,20 @@ class HybridModelMixin(PreTrainedModel):
         return HybridCache.of(self, max_cache_len)
 
     def _prepare_cache_for_generation(
-        self,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        generation_mode: Any,
-        batch_size: int,
-        max_cache_length: int,
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: object
     ) -> None:
-        user_cache = model_kwargs.get(CACHE_NAME)
-        if user_cache is not None or generation_config.use_cache is False:
-            if user_cache is not None:
-                adopt_cache(self, user_cache)
-            super()._prepare_cache_for_generation(
-                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
-            )
-            return
-        if generation_config.cache_implementation == "static":
-            cache = self._static_cache(generation_config, batch_size, max_cache_length)
-        elif generation_config.cache_implementation in (None, "dynamic"):
-            cache = self.new_cache()
-            if generation_config.is_assistant:
-                cache.activate_past_recording()
-        else:
+        """transformers' method, whose caches get the layers of a hybrid."""
+        kind, is_new = generation_config.cache_implementation, model_kwargs.get(CACHE_NAME) is None
+        if kind not in (None, "dynamic", "static"):
             raise ValueError(
-                f"cache_implementation='{generation_config.cache_implementation}' has no hybrid "
-                "form: choose dynamic or static"
+                f"cache_implementation='{kind}' has no hybrid form: choose dynamic or static"
             )
-        model_kwargs[CACHE_NAME] = cache
-
-    def _static_cache(
-        self, generation_config: GenerationConfig, batch_size: int, max_cache_length: int
-    ) -> HybridCache:
-        """A static cache as large as the largest so far, as in transformers: no recompilation."""
-        configured = getattr(generation_config, "max_cache_len", None) or 0
-        self._static_length = max(max_cache_length, configured, getattr(self, "_static_length", 0))
-        cache = self.new_static_cache(self._static_length)
-        modules = hybrid_modules(self)
-        devices = {next(module.parameters()).device for module in modules if module is not None}
-        if generation_config.prefill_chunk_size is not None and len(devices) == 1:
-            # Chunks of a prompt are compiled, too, and compiled code must not allocate the cache.
-            copies = max(generation_config.num_beams, generation_config.num_return_sequences)
-            cache.early_initialization(
-                batch_size=batch_size * copies,
-                num_heads=[x.num_key_value_heads if x else 0 for x in layouts_of(self)],
-                head_dim=[getattr(module, "head_dim", 0) for module in modules],
-                dtype=self.dtype,
-                device=self.device,
-            )
-        return cache
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+        cache = model_kwargs.get(CACHE_NAME)
+        if cache is not None:
+            adopt_cache(self, cache, is_new)
+            if is_new and generation_config.is_assistant:
+                cache.activate_past_recording()
 
     create_masks_for_generate = staticmethod(masks_for_generate)
 
@@ -1918,36 +1469,35 @@ def check_weights(model: PreTrainedModel, info: Mapping[str, Any]) -> None:
     """
     where = model.config.name_or_path
     missing = {*info["missing_keys"], *(str(key[0]) for key in info["mismatched_keys"])}
-    if missing:
-        raise ValueError(
-            f"{where}: {len(missing)} weights are missing or of another shape than config.json's, "
-            f"{min(missing)} first; get the model again"
-        )
     unexpected = set(info["unexpected_keys"])
     if model.base_model is model:
         prefix = f"{model.base_model_prefix}."
         unexpected = {name for name in unexpected if name.startswith((prefix, "layers."))}
-    if unexpected:
-        raise ValueError(
-            f"{where}: {len(unexpected)} weights of the files have no place in the model of "
-            f"config.json, {min(unexpected)} first; get the model again"
-        )
+    for names, fault in (
+        (missing, "are missing or of another shape than config.json's"),
+        (unexpected, "of the files have no place in the model of config.json"),
+    ):
+        if names:
+            raise ValueError(
+                f"{where}: {len(names)} weights {fault}, {min(names)} first; get the model again"
+            )
 
 
-def adopt_cache(model: PreTrainedModel, cache: Cache) -> None:
+def adopt_cache(model: PreTrainedModel, cache: Cache, is_new: bool = False) -> None:
     """Replace the layers of an empty transformers cache, so that sliding heads save memory.
 
     A cache that already holds states, quantises or offloads them is not changed. It is exact, but
-    its sliding heads hold every token, and a warning says so.
+    its sliding heads hold every token, and a warning says so. A new one may have room for states.
     """
-    layers: list[Any] | None = getattr(cache, "layers", None)
-    if layers is None or any(isinstance(layer, HeadGroupsLayer) for layer in layers):
+    old: list[Any] = cache.layers
+    if any(isinstance(layer, HeadGroupsLayer) for layer in old):
         return
     # Every model has a layer with attention, which holds keys after any pass.
-    started = any(getattr(layer, "keys", None) is not None for layer in layers)
+    room = [layer for layer in old if getattr(layer, "keys", None) is not None]
     # Layers are cut to their windows, and sinks written, after attention. By then an offloaded
     # layer has left the device, perhaps in an incomplete copy.
-    if started or not isinstance(cache, DynamicCache | StaticCache) or cache.offloading:
+    can_change = isinstance(cache, DynamicCache | StaticCache) and not cache.offloading
+    if not can_change or (room and not is_new):
         logger.warning_once(
             f"A {type(cache).__name__} that holds, quantises or offloads states cannot take the "
             "form of a hybrid model: its sliding heads keep all tokens and save no memory; pass "
@@ -1955,7 +1505,10 @@ def adopt_cache(model: PreTrainedModel, cache: Cache) -> None:
         )
         return
     new = HybridCache.of(model, _cache_room(cache) if isinstance(cache, StaticCache) else None)
-    if any(getattr(layer, "record_past", False) for layer in layers):
+    for layer, known in zip(new.layers, old, strict=False):
+        if isinstance(layer, HeadGroupsLayer) and known in room:
+            layer.lazy_initialization(known.keys, known.values)
+    if any(getattr(layer, "record_past", False) for layer in old):
         new.activate_past_recording()
     cache.layers, cache.layer_class_to_replicate = new.layers, None
 
@@ -1975,22 +1528,27 @@ def _restarts(positions: Tensor) -> bool:
 
 
 def _prepare_pass(
-    mixes: bool, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+    names: Sequence[str],
+    mixes: bool,
+    decoder: PreTrainedModel,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[tuple[()], dict[str, Any]]:
-    """Arguments of a decoder's pass, with a hybrid cache if the pass would make a cache.
+    """Arguments of a decoder's pass by `names`, with a hybrid cache if it would make a cache.
 
     Raises ValueError for packed documents that this pass would not separate: transformers finds
     their borders in position_ids only without a cache, and in some families never (`mixes`). If
     `use_cache` is not passed, such a pass makes no cache.
     """
-    decoder_class: Any = type(decoder)
-    kwargs = dict(zip(_parameters(decoder_class), args, strict=False)) | kwargs
+    kwargs = dict(zip(names, args, strict=False)) | kwargs
     old = kwargs.pop("past_key_values", None)  # transformers 5.24 renames it after this hook
-    if old is not None and kwargs.get(CACHE_NAME) is None:
-        kwargs[CACHE_NAME] = old
-    if kwargs.get("output_attentions"):
-        for module in filter(None, hybrid_modules(decoder)):
-            check_shows_weights(required_state(module))
+    kwargs[CACHE_NAME] = kwargs.get(CACHE_NAME) if old is None else old
+    state = next(head_state(module) for module in hybrid_modules(decoder) if module is not None)
+    if kwargs.get("output_attentions") and state is not None and state.backend != "eager":
+        raise ValueError(
+            f"output_attentions: the {state.backend} backend computes no attention weights; load "
+            "the model with attn_implementation='eager', or call set_attn_implementation('eager')"
+        )
     past, use_cache = kwargs.get(CACHE_NAME), kwargs.get("use_cache")
     positions = kwargs.get("position_ids")
     if kwargs.get("attention_mask") is not None:
@@ -2022,19 +1580,15 @@ def _prepare_pass(
     return (), kwargs
 
 
-@functools.cache
-def _parameters(decoder_class: Any) -> tuple[str, ...]:
-    """Names of the parameters of a decoder's `forward`, in order."""
-    return tuple(inspect.signature(decoder_class.forward).parameters)[1:]
-
-
 def takes_more_than_text(model_type: str) -> bool:
     """Whether models of a type have a text decoder as one of their parts."""
     return "text_config" in CONFIG_MAPPING[model_type].sub_configs
 
 
 @functools.cache
-def hybrid_classes(model_type: str) -> tuple[Any, Any, Any]:
+def hybrid_classes(
+    model_type: str,
+) -> tuple[type[PreTrainedConfig], type[PreTrainedModel], type[PreTrainedModel]]:
     """A family's classes of hybrids: configuration, decoder, and model with a head.
 
     Their model_type ("hybrid_qwen3", ...) is unknown to plain transformers, so loading without this

@@ -43,11 +43,8 @@ class Window:
         return self.size - 1
 
     def held(self, tokens: int) -> int:
-        """Tokens that a sliding head caches after `tokens` tokens: the last W - 1, and the sinks.
-
-        Up to W - 1 tokens there are no copies of the sinks; beyond, they are stored apart.
-        """
-        return tokens if tokens <= self.past else self.past + self.sinks
+        """Tokens that a sliding head caches after `tokens`: the last W - 1, and the sinks."""
+        return min(tokens, self.past + self.sinks)
 
     @property
     def max_keys(self) -> int:

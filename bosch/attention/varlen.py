@@ -23,8 +23,7 @@ def varlen_attention(call: AttentionCall) -> Tensor:
     """Attention [B, T, HQ, D]; by sdpa for passes with a past or with padding before a token."""
     context = call.context
     whole = context.q_offset == 0 and context.start is None
-    padded = not (context.valid is None or context.right_padded)
-    if not whole or padded:
+    if not whole or context.valid is not None:
         return sdpa_attention(call)
     return call.by_group(_varlen)
 
@@ -47,6 +46,8 @@ def _borders(context: AttentionContext, query: Tensor) -> tuple[Tensor, int]:
     if context.document is None:
         lengths = [context.q_length] * query.shape[0]
     else:
-        lengths = [length for row in context.document_lengths() for length in row]
+        starts = context.document_starts()
+        counts = [torch.unique_consecutive(row, return_counts=True)[1] for row in starts]
+        lengths = torch.cat(counts).tolist()
     sizes = torch.tensor([0, *lengths], device=query.device)
     return sizes.cumsum(0).to(torch.int32), max(lengths)

@@ -30,7 +30,7 @@ def used_bytes(cache: Cache) -> int:
 
 def _tensors(layer: Any) -> Iterator[Tensor]:
     """The states in one layer of a cache, of a hybrid or an ordinary model."""
-    for held in getattr(layer, "held", [layer]):
+    for held in getattr(layer, "parts", [layer]):
         states = (getattr(held, "keys", None), getattr(held, "values", None))
         yield from (x for x in states if x is not None)
     yield from _states(layer)

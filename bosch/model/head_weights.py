@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from bosch.errors import UserError
-from bosch.hybrid import AttentionCall, reorder_weight, required_state, set_head_state
+from bosch.hybrid import AttentionCall, required_state, set_head_state
 from bosch.masks import HeadMask
 from bosch.model.families import text_config
 from bosch.model.interface import attention_modules
@@ -50,6 +50,22 @@ def in_order(
     if place is None or place[2] not in head_weights or list(order) == sorted(order):
         return weight
     return reorder_weight(weight, *head_weights[place[2]], order)
+
+
+def reorder_weight(weight: Tensor, axis: int, sizes: Sequence[int], order: Sequence[int]) -> Tensor:
+    """A weight with its KV heads in `order` (BOSCH B.2).
+
+    Along `axis` there are, for each of `sizes` in turn, as many entries of every KV head: a fused
+    projection of queries, keys and values has three sizes.
+    """
+    heads = torch.tensor(order, device=weight.device)[:, None]
+    parts = []
+    for part, size in zip(
+        torch.split(weight, [size * len(order) for size in sizes], axis), sizes, strict=True
+    ):
+        entries = heads * size + torch.arange(size, device=weight.device)
+        parts.append(part.index_select(axis, entries.flatten()))
+    return torch.cat(parts, axis) if len(parts) > 1 else parts[0]
 
 
 class _Computed(Exception):

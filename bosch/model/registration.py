@@ -1,10 +1,9 @@
-"""Registration of the hybrid models with transformers, at their first use.
+"""Registration of the hybrid models with transformers' auto classes, by their public functions.
 
-transformers has no entry points for models, and importing it (with torch) takes seconds, which is
-too long for a command that only reads a mask. So transformers' dictionary of registered model
-types is replaced by one that registers a hybrid model at the first look-up of its `hybrid_…` type,
-in whatever order bosch and transformers are imported. Other families are not imported, and nothing
-of transformers is imported while transformers is loading.
+Importing transformers (with torch) takes seconds, which is too long for a command that only reads a
+mask. So `import bosch` waits until transformers' auto classes are imported, if they are not yet. It
+registers a name for every model type; the classes behind it, which import the family, are made and
+registered when a configuration of that type is read.
 """
 
 from __future__ import annotations
@@ -15,35 +14,39 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import version
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bosch.errors import UserError
 from bosch.model.families import HYBRID_PREFIX
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 _CONFIGS = "transformers.models.auto.configuration_auto"
 
 
-class _ModelTypes(dict[str, Any]):
-    """Registered model types; a missing hybrid type is registered when it is looked up."""
+def _later(model_type: str) -> type:
+    """A class in the place of the configuration of a hybrid type, which makes that one."""
 
-    def __contains__(self, key: object) -> bool:
-        if super().__contains__(key):
-            return True
-        if not isinstance(key, str) or not key.startswith(HYBRID_PREFIX):
-            return False
-        register_model(key.removeprefix(HYBRID_PREFIX))
-        return super().__contains__(key)
+    class Later:
+        def __new__(cls, **fields: Any) -> PreTrainedConfig:
+            return register_model(model_type)(**fields)
+
+        @classmethod
+        def from_dict(cls, content: dict[str, Any], **options: Any) -> PreTrainedConfig:
+            return register_model(model_type).from_dict(content, **options)
+
+    return Later
 
 
-def _prepare(configs: ModuleType) -> None:
-    """Replace the registered model types of transformers' auto classes by `_ModelTypes`."""
-    table = configs.CONFIG_MAPPING
-    if not isinstance(table._extra_content, _ModelTypes):
-        table._extra_content = _ModelTypes(table._extra_content)
+def _register_names(configs: ModuleType) -> None:
+    for model_type in configs.CONFIG_MAPPING:
+        if not model_type.startswith(HYBRID_PREFIX):
+            configs.AutoConfig.register(HYBRID_PREFIX + model_type, _later(model_type))
 
 
 class _Finder(MetaPathFinder):
-    """Finds transformers' module of auto classes, and prepares it once it is loaded."""
+    """Finds transformers' module of auto classes, and registers the names once it is loaded."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -55,24 +58,24 @@ class _Finder(MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             load(module)
-            _prepare(module)
+            _register_names(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-def register_model(model_type: str) -> None:
-    """Register the hybrid form of a model type; harmless when called again.
+def register_model(model_type: str) -> type[PreTrainedConfig]:
+    """Register the hybrid form of a model type, and return its configuration's class.
 
-    Raises UserError for a type that transformers does not know, or that is no decoder.
+    Harmless when called again. UserError for a type that transformers does not know, or that is no
+    decoder.
     """
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
     import bosch.attention  # noqa: F401  (registers the backends)
-    from bosch.hybrid import hybrid_classes, register_attention, takes_more_than_text
+    from bosch.hybrid import hybrid_classes, takes_more_than_text
 
-    register_attention()
     try:
         if model_type not in CONFIG_MAPPING:  # an older transformers, as pinned by vLLM's builds
             raise KeyError(model_type)
@@ -87,11 +90,12 @@ def register_model(model_type: str) -> None:
     modeling_auto.AutoModel.register(config, decoder, exist_ok=True)
     if takes_more_than_text(model_type):
         modeling_auto.AutoModelForImageTextToText.register(config, model, exist_ok=True)
+    return config
 
 
 def install() -> None:
-    """Prepare transformers' auto classes, now or when they are loaded."""
+    """Register the names of the hybrid types with transformers, now or when it is imported."""
     if _CONFIGS in sys.modules:
-        _prepare(sys.modules[_CONFIGS])
+        _register_names(sys.modules[_CONFIGS])
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

@@ -55,7 +55,6 @@ def prepare_for_search(model: PreTrainedModel, backend: str = "auto") -> None:
     """
     families.check_family(model.config)
     name = resolve_backend(backend)
-    hybrid.register_attention()
     model.get_decoder().set_attn_implementation(hybrid.NAME)  # without a model's image encoder
     setattr(_generation_model(model), _MASK_METHOD, hybrid.masks_for_generate)
     _set_layouts(model, HeadMask.all_full(*mask_shape(model.config)), name)

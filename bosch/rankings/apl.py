@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from bosch.model.search_mode import mask_shape
 from bosch.rankings.blocks import block_scores
@@ -14,7 +13,7 @@ from bosch.rankings.ranking import Scores
 from bosch.score.calibration import CalibrationSet
 
 
-def apl(model: Any, calibration: CalibrationSet, window_size: int) -> Scores:
+def apl(model: PreTrainedModel, calibration: CalibrationSet, window_size: int) -> Scores:
     """Scores [L, HQ] in [0, 1]; the most local head has the largest.
 
     The query is that of the last answer token, not of the token that predicts it. Of equal peaks

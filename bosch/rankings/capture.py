@@ -10,11 +10,11 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import PreTrainedModel
 
 from bosch.hybrid import AttentionCall, LogitTransform, compute_attention, fused_attention
 from bosch.masks import HeadMask
@@ -43,18 +43,18 @@ class LayerStates:
 Visit = Callable[[int, LayerStates], None]
 
 
-def query_heads(model: Any) -> int:
+def query_heads(model: PreTrainedModel) -> int:
     """HQ: query heads of a layer with full attention."""
     return text_config(model.config).num_attention_heads
 
 
-def visit_layers(model: Any, input_ids: Tensor, visit: Visit) -> None:
+def visit_layers(model: PreTrainedModel, input_ids: Tensor, visit: Visit) -> None:
     """Call `visit(layer, states)` for each layer of a pass over [T]; UserError if unsupported."""
     with torch.inference_mode(), _captured(model, visit):
         model.get_decoder()(input_ids=input_ids[None].to(model.device), use_cache=False)
 
 
-def visit_gradients(model: Any, example: CalibrationExample, visit: Visit) -> None:
+def visit_gradients(model: PreTrainedModel, example: CalibrationExample, visit: Visit) -> None:
     """As `visit_layers`, with the gradient of the cross-entropy at each layer's attention output.
 
     The loss is the mean over the answer tokens. Layers are recomputed backward, so that memory does
@@ -80,7 +80,7 @@ def visit_gradients(model: Any, example: CalibrationExample, visit: Visit) -> No
 
 
 def summed_terms(
-    model: Any,
+    model: PreTrainedModel,
     calibration: CalibrationSet,
     terms_of: Callable[[LayerStates], Iterable[Tensor]],
     *,
@@ -91,10 +91,10 @@ def summed_terms(
     With `by_gradient` the states have the gradient from `visit_gradients`.
     """
     layers, _ = mask_shape(model.config)
-    sums: list[Any] = [0] * layers
+    sums = [torch.zeros((), dtype=torch.float64)] * layers
 
     def add(layer: int, states: LayerStates) -> None:
-        sums[layer] += torch.stack(list(terms_of(states))).sum(dim=0).cpu()
+        sums[layer] = sums[layer] + torch.stack(list(terms_of(states))).sum(dim=0).cpu()
 
     for example in calibration.examples:
         if by_gradient:
@@ -105,7 +105,7 @@ def summed_terms(
 
 
 @contextlib.contextmanager
-def _captured(model: Any, visit: Visit) -> Iterator[None]:
+def _captured(model: PreTrainedModel, visit: Visit) -> Iterator[None]:
     check_family(model.config)  # raises for families that are not supported
     full = HeadMask.all_full(*mask_shape(model.config))
     with contextlib.ExitStack() as stack:

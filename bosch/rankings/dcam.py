@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from bosch.rankings.blocks import attention_blocks, local_and_total
 from bosch.rankings.capture import LayerStates, summed_terms
@@ -13,7 +13,7 @@ from bosch.rankings.ranking import Scores
 from bosch.score.calibration import CalibrationSet
 
 
-def dcam(model: Any, calibration: CalibrationSet, window_size: int) -> Scores:
+def dcam(model: PreTrainedModel, calibration: CalibrationSet, window_size: int) -> Scores:
     """Scores [L, HQ] in [0, 1]; the most local head has the largest."""
 
     def terms(states: LayerStates) -> Iterator[Tensor]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from bosch.rankings.blocks import alpha_gradients, attention_blocks, local_and_total
 from bosch.rankings.capture import LayerStates, summed_terms
@@ -14,7 +14,7 @@ from bosch.rankings.ranking import Scores
 from bosch.score.calibration import CalibrationSet
 
 
-def fisher(model: Any, calibration: CalibrationSet, window_size: int) -> Scores:
+def fisher(model: PreTrainedModel, calibration: CalibrationSet, window_size: int) -> Scores:
     """Scores [L, HQ] in [0, 1]; the most local head has the largest.
 
     The loss is the mean cross-entropy of an answer's tokens; a head without influence scores 1.

@@ -6,11 +6,11 @@ nB is the number of key blocks, HQ of query heads, R of rows.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers import PreTrainedModel
 
 from bosch.rankings.blocks import attention_blocks
 from bosch.rankings.capture import LayerStates, summed_terms
@@ -20,7 +20,7 @@ from bosch.score.calibration import CalibrationSet
 _MASS = 0.95  # gamma: the fraction of a row to be reached
 
 
-def proxy(model: Any, calibration: CalibrationSet, window_size: int) -> Scores:
+def proxy(model: PreTrainedModel, calibration: CalibrationSet, window_size: int) -> Scores:
     """Scores [L, HQ] in (0, 1]; the most local head has the smallest.
 
     A block has an eighth of the window's keys (B); the first query head ranks each layer's blocks.

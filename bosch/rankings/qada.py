@@ -6,10 +6,10 @@ HQ query heads, R rows of a block, n keys of the block's band.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from bosch.rankings.blocks import block_scores, lags, row_blocks
 from bosch.rankings.capture import LayerStates, summed_terms
@@ -17,7 +17,7 @@ from bosch.rankings.ranking import Scores
 from bosch.score.calibration import CalibrationSet
 
 
-def qada(model: Any, calibration: CalibrationSet, window_size: int) -> Scores:
+def qada(model: PreTrainedModel, calibration: CalibrationSet, window_size: int) -> Scores:
     """Scores [L, HQ] in [0, 1]; the most local head has the largest.
 
     The keys just outside the window (B, an eighth of its size) represent all keys outside. Queries

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from bosch.model.search_mode import mask_shape
 from bosch.rankings.blocks import block_scores, row_blocks
@@ -17,7 +16,9 @@ from bosch.score.calibration import CalibrationSet
 _REPEATS = 4
 
 
-def razor(model: Any, calibration: CalibrationSet, window_size: int, *, seed: int = 0) -> Scores:
+def razor(
+    model: PreTrainedModel, calibration: CalibrationSet, window_size: int, *, seed: int = 0
+) -> Scores:
     """Scores [L, HQ]; the most local head has the smallest. They do not depend on the window.
 
     The probe repeats a block of K random tokens four times; K is a quarter of the longest
@@ -26,7 +27,7 @@ def razor(model: Any, calibration: CalibrationSet, window_size: int, *, seed: in
     """
     layers, _ = mask_shape(model.config)
     length = max(2, calibration.max_length // _REPEATS)
-    vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    vocabulary = len(next(model.get_input_embeddings().parameters()))
     generator = torch.Generator().manual_seed(seed)
     block = torch.randint(vocabulary, (length,), generator=generator)
     means = torch.zeros(2, layers, query_heads(model), dtype=torch.float64)

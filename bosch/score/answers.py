@@ -5,21 +5,20 @@ E examples of a batch, S of a set, A answer tokens, T tokens, C hidden size, V v
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from bosch.model.families import logit_scale
 from bosch.score.batches import Batch, final_states
 
 
-def answer_logits(model: Any, hidden: Tensor) -> Tensor:
+def answer_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """Logits [A, V] in float32 of hidden states [A, C], from the model's output head."""
     return scaled_logits(model.config, model.get_output_embeddings()(hidden).float())
 
 
-def scaled_logits(config: Any, logits: Tensor) -> Tensor:
+def scaled_logits(config: PreTrainedConfig, logits: Tensor) -> Tensor:
     """The output head's products [..., V], scaled and soft-capped as in the family."""
     factor, divisor, cap = logit_scale(config)
     if divisor is not None:
@@ -30,7 +29,7 @@ def scaled_logits(config: Any, logits: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def states_and_check(model: Any, ids: Tensor) -> tuple[Tensor, bool]:
+def states_and_check(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, bool]:
     """Final states [T, C] for ids [T], and whether their `answer_logits` equal the model's logits.
 
     They differ if the model changes logits in a way that `scaled_logits` does not know.
@@ -61,7 +60,7 @@ def equal_but_rounding(expected: Tensor, actual: Tensor, dtype: torch.dtype) -> 
     return bool((expected - actual).norm() <= share * expected.norm())
 
 
-def batch_results(model: Any, batch: Batch) -> Tensor:
+def batch_results(model: PreTrainedModel, batch: Batch) -> Tensor:
     """`answer_results` of a batch by a pass of the decoder, with logits only at the answers."""
     hidden = final_states(model.get_decoder(), batch.input_ids, model.device)
     rows, columns = batch.rows.to(hidden.device), batch.columns.to(hidden.device)

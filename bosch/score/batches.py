@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from torch import Tensor
 from bosch.errors import UserError
 from bosch.ranks import Ranks
 from bosch.score.calibration import PARTS, CalibrationExample, CalibrationSet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ def batch_of(examples: Sequence[CalibrationExample], indices: list[int]) -> Batc
     return Batch(torch.tensor(indices), input_ids, *torch.tensor(answers).T)
 
 
-def final_states(decoder: Any, input_ids: Tensor, device: torch.device) -> Tensor:
+def final_states(decoder: PreTrainedModel, input_ids: Tensor, device: torch.device) -> Tensor:
     """A decoder's last hidden states [E, T, C] for ids [E, T]."""
     output = decoder(input_ids=input_ids.to(device), use_cache=False)
     return output.last_hidden_state

@@ -6,11 +6,10 @@ import copy
 import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from bosch.errors import UserError
 from bosch.model import families
@@ -49,13 +48,13 @@ class DecoderShape:
     softcap: bool = False  # of attention scores, which fused kernels do not support
 
     @staticmethod
-    def of(config: Any) -> DecoderShape:
+    def of(config: PreTrainedConfig) -> DecoderShape:
         """Sizes of a transformers configuration (a hybrid's base); UserError if not buildable."""
         content = config.to_json_string(use_diff=False)
         return _shape_of(_Content(type(config), content, config))
 
     @classmethod
-    def of_model(cls, model: Any) -> DecoderShape:
+    def of_model(cls, model: PreTrainedModel) -> DecoderShape:
         """Sizes of a model on the meta device."""
         text, kinds = families.text_config(model.config), families.decoder_layers(model.config)
         decoder, head = model.get_decoder(), model.get_output_embeddings()
@@ -145,7 +144,7 @@ class _Content:
 
     type: type
     json: str
-    config: Any = field(compare=False)
+    config: PreTrainedConfig = field(compare=False)
 
 
 @functools.lru_cache(maxsize=4)
@@ -154,7 +153,7 @@ def _shape_of(content: _Content) -> DecoderShape:
     return DecoderShape.of_model(_empty_model(content.config))
 
 
-def _empty_model(config: Any) -> Any:
+def _empty_model(config: PreTrainedConfig) -> PreTrainedModel:
     """The model of a configuration (for a hybrid, of its base) on the meta device."""
     if is_hybrid(config):
         config = full_attention_config(config)
@@ -176,7 +175,7 @@ def _empty_model(config: Any) -> Any:
     return model
 
 
-def _active_width(model: Any, full: Iterable[int], experts: int) -> int:
+def _active_width(model: PreTrainedModel, full: Iterable[int], experts: int) -> int:
     """Intermediate width that a token passes through, summed over its experts."""
     text = families.text_config(model.config)
     widest = 0

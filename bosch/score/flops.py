@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from bosch.hybrid import block_size
+from bosch.hybrid import Bands
 from bosch.masks import HeadMask
 from bosch.model import families
 from bosch.model.interface import attention_module
@@ -41,7 +41,7 @@ class LayerFlops:
 class Flops:
     """Costs of a model; `layers` are all, `full_layers` the rows of a mask."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         text = families.text_config(model.config)
         kinds = families.decoder_layers(model.config)
         decoder = model.get_decoder()
@@ -126,26 +126,28 @@ class Flops:
 
 
 def sliding_pairs(length: int, window: Window) -> int:
-    """Pairs of query and key of a sliding head, in bands of `block_size` queries."""
-    causal, block = window.max_keys, block_size(window.size)
-    if length <= causal or length < block:
+    """Pairs of query and key of a sliding head, in the bands of the sdpa backend."""
+    if length <= window.size:
         return length * length
-    count, rest = divmod(length - causal, block)
-    return causal * causal + count * block * (causal + block) + rest * (causal + rest)
+    count, block, before = Bands.of(length, length, 0, window.size, window.sinks)
+    keys = window.sinks + (before + 1) * block
+    return (length - count * block) ** 2 + count * block * keys
 
 
-def _attention_layer(model: Any, number: int, text: Any, head_dim: int) -> LayerFlops:
+def _attention_layer(
+    model: PreTrainedModel, number: int, text: PreTrainedConfig, head_dim: int
+) -> LayerFlops:
     linear = _all_linear(attention_module(model, number), text)
     output = 2 * text.num_attention_heads * head_dim * text.hidden_size
     everything = _all_linear(model.get_decoder().layers[number], text)
     return LayerFlops(linear - output, output, everything - linear)
 
 
-def _all_linear(module: nn.Module, text: Any) -> int:
+def _all_linear(module: nn.Module, text: PreTrainedConfig) -> int:
     return sum(linear_flops(each, text) for each in module.modules())
 
 
-def linear_flops(module: nn.Module, text: Any) -> int:
+def linear_flops(module: nn.Module, text: PreTrainedConfig) -> int:
     """Operations per token of a module's matrices, counting the experts that one token uses."""
     total = 0
     if "Norm" in type(module).__name__:

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from bosch.hybrid import Attend, AttentionCall, HeadLayout, compute_attention
 from bosch.masks import HeadMask
@@ -26,7 +26,7 @@ from bosch.window import Window
 
 
 def gate_gradients(
-    model: Any,
+    model: PreTrainedModel,
     batch: Batch,
     mask: HeadMask,
     menu: Sequence[Window],

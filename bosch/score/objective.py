@@ -14,10 +14,10 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from bosch.errors import RunError, UserError
 from bosch.masks import HeadMask
@@ -49,7 +49,7 @@ class Objective:
 
     def __init__(
         self,
-        model: Any,
+        model: PreTrainedModel,
         calibration: CalibrationSet,
         windows: Window | Sequence[Window],
         *,
@@ -71,7 +71,7 @@ class Objective:
         self.num_layers, self.num_key_value_heads = self.shape = mask_shape(model.config)
         self.quantum = 1.0 / len(calibration)  # smallest difference between two scores
         self.ranks = ranks or Ranks()
-        vocabulary = int(model.get_input_embeddings().weight.shape[0])
+        vocabulary = len(next(model.get_input_embeddings().parameters()))
         if rope_depends_on_length(model.config):  # a longer row would change the others' factors
             batch_size = 1
         parts = batches_by_part(calibration, batch_size, vocabulary)
@@ -278,7 +278,7 @@ class Objective:
             )
 
 
-def remedy(model: Any) -> str:
+def remedy(model: PreTrainedModel) -> str:
     """Advice for an error message: replace a damaged weight, or else use a wider dtype."""
     for name, weight in model.state_dict().items():
         if not bool(weight.isfinite().all()):

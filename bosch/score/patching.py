@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from bosch.hybrid import Attend, HeadState, head_state, set_head_state
 
@@ -39,7 +39,7 @@ def replace_attention(module: nn.Module, attend: Attend) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def recompute_layers(model: Any) -> Iterator[None]:
+def recompute_layers(model: PreTrainedModel) -> Iterator[None]:
     """Temporarily store only each decoder layer's input for a backward pass.
 
     The backward pass recomputes one layer at a time, bit for bit. Weights are frozen.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,9 @@ from bosch.search.methods import METHODS, Method
 from bosch.search.settings import SearchSettings
 from bosch.search.trace import TracePoint
 from bosch.units import Units
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +123,11 @@ def _units(evaluator: Evaluator, granularity: int, by_gradient: bool) -> Units:
 
 
 def static_mask(
-    name: str, model: Any, calibration: CalibrationSet, window_size: int, settings: SearchSettings
+    name: str,
+    model: PreTrainedModel,
+    calibration: CalibrationSet,
+    window_size: int,
+    settings: SearchSettings,
 ) -> Ranked:
     """Rank the heads by a static ranking: the ceil(rho N) most local KV groups become sliding.
 

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as torch_flex
 
 from bosch.attention import flex, hybrid_attention
-from bosch.hybrid import AttentionContext, bands
+from bosch.hybrid import AttentionContext
 from bosch.masks import HeadMask
 from bosch.model.materialize import materialize
 from bosch.model.search_mode import apply_head_mask, prepare_for_search
@@ -56,26 +56,6 @@ def test_a_compiled_layer_trains_like_the_layer() -> None:
         for ours, expected in zip(result[1], result[0], strict=True):
             torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-
-
-@pytest.mark.parametrize(("block", "window", "count"), [(4, 7, 3), (16, 7, 3), (3, 9, 1)])
-def test_bands_are_overlapping_slices_and_their_gradients_add_up(
-    block: int, window: int, count: int
-) -> None:
-    """Also compiled: if the last piece is no whole block, views with gaps would lose gradients."""
-    keys = torch.randn(2, count * block + window, 3, dtype=torch.float64, requires_grad=True)
-    expected = torch.stack([keys[:, i * block :][:, : block + window] for i in range(count)])
-    weight = torch.randn_like(expected)
-    (gradient,) = torch.autograd.grad((expected * weight).sum(), keys)
-    result = bands(keys, block, window)
-    assert torch.equal(result, expected) and result.data_ptr() == keys.data_ptr()
-
-    def weighed(keys: Tensor) -> Tensor:
-        return (bands(keys, block, window) * weight).sum()
-
-    for run in (weighed, torch.compile(weighed, backend="aot_eager", fullgraph=True)):
-        (ours,) = torch.autograd.grad(run(keys), keys)
-        torch.testing.assert_close(ours, gradient)
 
 
 def _alive() -> tuple[int, int, int]:

@@ -17,7 +17,6 @@ from bosch.budget import (
     window_shares,
 )
 from bosch.errors import UserError
-from bosch.hybrid import block_size
 from bosch.mask_files import HeadMaskFile
 from bosch.masks import HeadMask
 from bosch.units import Units
@@ -144,6 +143,5 @@ def test_window_counts_the_query_itself() -> None:
     assert window.past + 1 == window.size == 1024
     assert window.max_keys == 1028
     assert (str(window), str(Window(512))) == ("1,024 with 4 sinks", "512")
-    assert [Window(4, 2).held(tokens) for tokens in (2, 3, 4, 9)] == [2, 3, 5, 5]
-    assert [block_size(size) for size in (1, 16, 17, 128, 129)] == [16, 16, 17, 128, 128]
+    assert [Window(4, 2).held(tokens) for tokens in (2, 3, 4, 9)] == [2, 3, 4, 5]
     assert Window(2**31 - 2, 1).max_keys == 2**31 - 1

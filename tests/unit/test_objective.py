@@ -357,7 +357,7 @@ def test_a_calibration_set_in_other_tokens_is_refused():
             Objective(small_model(), examples, Window(WINDOW))
 
 
-def test_the_fingerprint_depends_on_weights_and_dtypes():
+def test_the_fingerprint_depends_on_weights_dtypes_and_the_configuration():
     one, same, other = small_model(seed=0), small_model(seed=0), small_model(seed=1)
     assert model_fingerprint(one) == model_fingerprint(same)
     assert model_fingerprint(one) != model_fingerprint(other)
@@ -369,16 +369,12 @@ def test_the_fingerprint_depends_on_weights_and_dtypes():
             norm[index] += 1
         prints.add(model_fingerprint(one))
     assert len(prints) == 1 + len(norm)
-
-
-def test_the_fingerprint_depends_on_the_configuration():
-    one = small_model()
-    before = model_fingerprint(one)
     for name, value in (("use_cache", False), ("_name_or_path", "elsewhere")):
-        setattr(one.config, name, value)
-        assert model_fingerprint(one) == before
-    one.config.rope_parameters["rope_theta"] *= 2
-    assert model_fingerprint(one) != before
+        setattr(same.config, name, value)
+    before = model_fingerprint(same)
+    assert before == model_fingerprint(small_model(seed=0).bfloat16())
+    same.config.rope_parameters["rope_theta"] *= 2
+    assert model_fingerprint(same) != before
 
 
 def test_calibration_files_are_read_or_refused_with_the_reason(tmp_path):

@@ -297,9 +297,7 @@ def test_a_damaged_hybrid_is_refused(change: dict[str, Any], word: str, tmp_path
             AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-def test_a_model_refuses_what_would_change_its_attention(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_refuses_what_would_change_its_attention(tmp_path: Path) -> None:
     base, other = small_model(), small_model("olmo3")
     layers, heads = mask_shape(base.config)
     hybrid = materialize(base, mask_of(base.config, Window(7)))
@@ -317,10 +315,6 @@ def test_a_model_refuses_what_would_change_its_attention(
             model(tokens(2, 12), attention_mask=torch.ones(2, 12, 12))
     with pytest.raises(UserError, match="'triton"):
         load_model(tmp_path, backend="triton")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for options in ({"tp_plan": "auto"}, {"distributed_config": {"tp_size": 2}}):
-        with pytest.raises(ValueError, match="cannot be split over processes"):
-            AutoModelForCausalLM.from_pretrained(tmp_path, **options)
 
 
 def test_a_length_without_room_for_a_chat_template_is_refused(case: Case) -> None:

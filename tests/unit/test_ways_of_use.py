@@ -96,35 +96,32 @@ def test_sampling_draws_the_same_tokens_with_the_cache(
     assert torch.equal(*texts)
 
 
-def test_generate_accepts_inputs_embeds(hybrid: Any) -> None:
-    ids = tokens(2, LENGTH)
-    embeddings = hybrid.get_input_embeddings()(ids)
-    output = hybrid.generate(inputs_embeds=embeddings, max_new_tokens=NEW, do_sample=False)
-    assert torch.equal(output, _greedy(hybrid, ids)[:, LENGTH:])
-
-
-def test_generate_returns_scores_and_hidden_states(hybrid: Any) -> None:
+def test_generate_takes_embeddings_and_returns_scores_and_hidden_states(hybrid: Any) -> None:
     ids = tokens(1, LENGTH)
     options = {"return_dict_in_generate": True, "output_scores": True, "output_hidden_states": True}
     output = [_greedy(hybrid, ids, use_cache=use, **options) for use in (True, False)]
     for with_cache, without in zip(output[0].scores, output[1].scores, strict=True):
         torch.testing.assert_close(with_cache, without, **_NEAR)
     assert len(output[0].hidden_states) == NEW
+    embeddings = hybrid.get_input_embeddings()(ids)
+    text = hybrid.generate(inputs_embeds=embeddings, max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(text, output[0].sequences[:, LENGTH:])
 
 
 @pytest.mark.parametrize(
-    ("name", "sentence"),
+    ("options", "sentence"),
     [
-        ("quantized", "quantized"),
-        ("offloaded", "'offloaded' has no hybrid form: choose dynamic or static"),
+        ({"cache_implementation": "quantized"}, "quantized"),
+        ({"cache_implementation": "offloaded"}, "has no hybrid form: choose dynamic or static"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "trust_remote_code=True"),  # transformers' own
+        ({"dola_layers": "high"}, "trust_remote_code=True"),
     ],
 )
-def test_other_caches_of_generate_are_refused(hybrid: Any, name: str, sentence: str) -> None:
+def test_other_caches_and_decoding_methods_are_refused(
+    hybrid: Any, options: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(ValueError, match=sentence):
-        _greedy(hybrid, tokens(1, LENGTH), cache_implementation=name)
-
-
-def test_continuous_batching_is_refused(hybrid: Any) -> None:
+        _greedy(hybrid, tokens(1, LENGTH), **options)
     with pytest.raises(ValueError, match="not supported for continuous batching"):
         hybrid.generate_batch([[5, 6, 7]])
 
@@ -242,6 +239,7 @@ def test_rollouts_are_scored_with_the_probabilities_of_their_sampling(hybrid: An
     torch.testing.assert_close(placed.logits[:, LENGTH - 1 : -1], expected, **_NEAR)
     torch.testing.assert_close(logits[1], expected[1], **_NEAR)
     placed.logits.sum().backward()
+    assert placed.past_key_values is None  # training makes no cache
     assert model.model.layers[0].self_attn.q_proj.weight.grad is not None
 
 
@@ -317,14 +315,6 @@ def test_image_positions_may_restart_in_height_and_width() -> None:
     ):
         past = decoder(ids, position_ids=positions).past_key_values
         assert (past is not None) == is_cached
-
-
-def test_training_makes_no_cache(hybrid: Any) -> None:
-    hybrid.train()
-    try:
-        assert hybrid(tokens(1, LENGTH)).past_key_values is None
-    finally:
-        hybrid.eval()
 
 
 def _user_caches(model: Any) -> list[Any]:
@@ -456,11 +446,15 @@ def _damaged(source: Path, target: Path, change: Any) -> Path:
             r"1 weights of the files have no place in the model of config\.json, model\.layers\.3",
         ),
         (
+            lambda w: w.update({f"{_ATTENTION}.another": torch.ones(4)}),
+            "1 weights of the files have no place .*another",
+        ),
+        (
             lambda w: [w.update({f"language_model.{n}": w.pop(n)}) for n in list(w)],
             "weights are missing",
         ),
     ],
-    ids=["missing", "unexpected", "renamed"],
+    ids=["missing", "unexpected", "without a place", "renamed"],
 )
 def test_a_model_with_missing_weights_is_refused(
     folder: Path, tmp_path: Path, change: Any, sentence: str, ordinary: bool

@@ -6,8 +6,8 @@ dimension.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeAlias
 
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_cache
@@ -15,6 +15,9 @@ from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
 from bosch.errors import UserError
 from bosch.hybrid import HeadLayout, Window
+
+_Mask: TypeAlias = "mx.array | str | None"
+_Attention: TypeAlias = Callable[..., mx.array]
 
 
 class HybridLayerCache(CacheList):  # type: ignore[misc]
@@ -27,7 +30,7 @@ class HybridLayerCache(CacheList):  # type: ignore[misc]
         return kind(*(_empty(group.window) for group in layout.groups))
 
     @property
-    def offset(self) -> Any:
+    def offset(self) -> int | mx.array:
         """Tokens so far; for a batch [B]."""
         return self.caches[0].offset
 
@@ -46,7 +49,7 @@ class SinkLayerCache(HybridLayerCache):
     """A layer's caches with sink tokens, for one sequence: mlx-lm's batched caches drop sinks."""
 
     @property
-    def merge(self) -> Any:
+    def merge(self) -> NoReturn:
         # Without this attribute mlx-lm's server answers one request after another.
         raise AttributeError("mlx-lm has no sinks in the caches of a batch")
 
@@ -56,7 +59,7 @@ for _class in (HybridLayerCache, SinkLayerCache):
     setattr(mlx_cache, _class.__name__, _class)
 
 
-def _empty(window: Window | None) -> Any:
+def _empty(window: Window | None) -> KVCache | RotatingKVCache:
     if window is None:
         return KVCache()
     return RotatingKVCache(window.max_keys, keep=window.sinks)
@@ -71,19 +74,21 @@ class LayerPass:
     """
 
     def __init__(
-        self, caches: CacheList | None, layout: HeadLayout, masks: dict[Window | None, Any]
+        self, caches: CacheList | None, layout: HeadLayout, masks: dict[Window | None, _Mask]
     ) -> None:
         self._caches, self._layout, self._masks = caches, layout, masks
 
     @property
-    def offset(self) -> Any:
+    def offset(self) -> int | mx.array:
         """Position of the first token of the pass; for a batch [B]."""
         return 0 if self._caches is None else self._caches.caches[0].offset
 
-    def make_mask(self, *args: Any, **kwargs: Any) -> None:
+    def make_mask(self, *args: object, **kwargs: object) -> None:
         """None, since no single mask fits all heads; each group has its own in `_mask`."""
 
-    def update_and_fetch(self, keys: Any, values: Any) -> tuple[list[Any], list[Any]]:
+    def update_and_fetch(
+        self, keys: mx.array, values: mx.array
+    ) -> tuple[list[mx.array], list[mx.array]]:
         """Append keys and values [B, HKV, T, D]; returns each group's so far, [B, HG, Tk, D]."""
         self._parts = []
         # New caches each time: with gradient checkpointing a layer is computed twice.
@@ -95,7 +100,7 @@ class LayerPass:
             self._parts.append((cache, group, mask, *states))
         return [part[3] for part in self._parts], [part[4] for part in self._parts]
 
-    def _mask(self, cache: Any, window: Window | None, tokens: int) -> Any:
+    def _mask(self, cache: KVCache, window: Window | None, tokens: int) -> _Mask:
         """Mask for mlx-lm's attention: an array [.., T, Tk], "causal", or None for no mask."""
         if window not in self._masks:
             if window is not None and window.sinks:
@@ -105,7 +110,9 @@ class LayerPass:
             self._masks[window] = mask
         return self._masks[window]
 
-    def attend(self, attention: Any, queries: Any, logits: Any, **options: Any) -> Any:
+    def attend(
+        self, attention: _Attention, queries: mx.array, logits: mx.array | None, **options: Any
+    ) -> mx.array:
         """mlx-lm's attention of `queries`, both [B, HQ, T, D], with any extra `logits` [HQ]."""
         q_per_kv = queries.shape[1] // self._layout.num_key_value_heads
         outputs = []
@@ -117,7 +124,7 @@ class LayerPass:
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)
 
 
-def _mask_with_sinks(cache: RotatingKVCache, tokens: int) -> Any:
+def _mask_with_sinks(cache: RotatingKVCache, tokens: int) -> mx.array | None:
     """Visible keys [T, Tk], window and sinks, which mlx-lm's mask hides; None for one token."""
     if tokens == 1:
         return None
@@ -130,20 +137,21 @@ def _mask_with_sinks(cache: RotatingKVCache, tokens: int) -> Any:
     return (keys <= queries) & ((keys > queries - window) | (keys < cache.keep))
 
 
-def grouped_attention(attention: Any) -> Any:
+def grouped_attention(attention: _Attention) -> _Attention:
     """mlx-lm's `scaled_dot_product_attention`, extended to caches of type `LayerPass`."""
 
     def attend(
-        queries: Any, keys: Any, values: Any, cache: Any, *, mask: Any = None, **options: Any
-    ) -> Any:
+        queries: mx.array, keys: mx.array, values: mx.array, cache: object, **options: Any
+    ) -> mx.array:
         if isinstance(cache, LayerPass):
+            options.pop("mask", None)
             return cache.attend(attention, queries, options.pop("sinks", None), **options)
-        return attention(queries, keys, values, cache=cache, mask=mask, **options)
+        return attention(queries, keys, values, cache=cache, **options)
 
     return attend
 
 
-def check_caches(caches: Sequence[Any], layouts: Sequence[HeadLayout | None]) -> None:
+def check_caches(caches: Sequence[object], layouts: Sequence[HeadLayout | None]) -> None:
     """Raise UserError for caches that were made for another model."""
     if len(caches) != len(layouts) or not all(map(_fits, caches, layouts)):
         raise UserError(
@@ -151,7 +159,7 @@ def check_caches(caches: Sequence[Any], layouts: Sequence[HeadLayout | None]) ->
         )
 
 
-def _fits(cache: Any, layout: HeadLayout | None) -> bool:
+def _fits(cache: object, layout: HeadLayout | None) -> bool:
     """Whether a layer's cache has a part for each group of the layout, with the same window."""
     if layout is None:
         return True
@@ -159,6 +167,6 @@ def _fits(cache: Any, layout: HeadLayout | None) -> bool:
     return isinstance(cache, CacheList) and [_window(part) for part in cache.caches] == windows
 
 
-def _window(cache: Any) -> Window | None:
+def _window(cache: object) -> Window | None:
     size, sinks = getattr(cache, "max_size", None), getattr(cache, "keep", 0)
     return None if size is None else Window(size - sinks, sinks)

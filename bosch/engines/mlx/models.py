@@ -20,18 +20,18 @@ import torch
 from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import MODEL_REMAPPING
 from torch import Tensor
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from bosch.engines.mlx.cache import HybridLayerCache, LayerPass, check_caches, grouped_attention
 from bosch.errors import UserError
-from bosch.hybrid import deploy_layouts
+from bosch.hybrid import Window, deploy_layouts
 from bosch.model.families import HYBRID_PREFIX, decoder_layers
 from bosch.model.loading import full_attention_config
 from bosch.model.published import published_names, renames_weights
 from bosch.model.registration import register_model
 
 
-def published_arrays(weights: dict[str, mx.array], config: Any) -> dict[str, mx.array]:
+def published_arrays(weights: dict[str, mx.array], config: PreTrainedConfig) -> dict[str, mx.array]:
     """`weights` with fused experts split; those that mlx-lm has quantised have its names."""
     quantised = any(name.endswith(".scales") for name in weights)
     if quantised or not renames_weights(config):
@@ -110,18 +110,18 @@ class _HybridLoader(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
         register_model(self.model_type)
-        loaded: Any = module
-        setattr(loaded, _ATTENTION, grouped_attention(getattr(loaded, _ATTENTION)))
-        loaded.ModelArgs = _args_of(loaded.ModelArgs)
-        loaded.Model = _model_of(loaded.Model)
+        names = vars(module)
+        names[_ATTENTION] = grouped_attention(names[_ATTENTION])
+        names["ModelArgs"] = _args_of(names["ModelArgs"])
+        names["Model"] = _model_of(names["Model"])
 
 
-def _args_of(base: Any) -> Any:
+def _args_of(base: Any) -> type:
     class HybridArgs(base):  # type: ignore[misc]
         """mlx-lm's arguments of a family, with the layout of each layer that has one."""
 
         @classmethod
-        def from_dict(cls, params: dict[str, Any]) -> Any:
+        def from_dict(cls, params: dict[str, Any]) -> HybridArgs:
             config = CONFIG_MAPPING[params["model_type"]].from_dict(params)
             base = full_attention_config(config)
             for setting in _unsupported_settings(base):
@@ -139,7 +139,7 @@ def _args_of(base: Any) -> Any:
     return HybridArgs
 
 
-def _unsupported_settings(base: Any) -> Iterator[str]:
+def _unsupported_settings(base: PreTrainedConfig) -> Iterator[str]:
     """Settings of the configuration with which mlx-lm would compute other logits."""
     rotation = getattr(base, "rope_parameters", None) or {}
     kind = rotation.get("rope_type", "default")
@@ -155,7 +155,7 @@ def _unsupported_settings(base: Any) -> Iterator[str]:
             yield f"{name} is {value}"
 
 
-def _base_fields(base: Any) -> dict[str, Any]:
+def _base_fields(base: PreTrainedConfig) -> dict[str, Any]:
     """The configuration of the family itself, also with the names of published files."""
     content: dict[str, Any] = base.to_dict()
     content |= {name: getattr(base, name) for name in base.attribute_map}
@@ -168,11 +168,11 @@ def _base_fields(base: Any) -> dict[str, Any]:
     return content
 
 
-def _model_of(base: Any) -> Any:
+def _model_of(base: Any) -> type:
     class HybridModel(base):  # type: ignore[misc]
         """mlx-lm's model of a family, with a cache for each group of heads."""
 
-        def make_cache(self) -> list[Any]:
+        def make_cache(self) -> list[object]:
             """Empty caches, one for each layer."""
             base_caches = super().make_cache() if hasattr(base, "make_cache") else None
             caches = base_caches or [KVCache() for _ in self.layers]
@@ -181,13 +181,15 @@ def _model_of(base: Any) -> Any:
                 for cache, layout in zip(caches, self.args.layouts, strict=True)
             ]
 
-        def __call__(self, inputs: Any, cache: Any = None, *args: Any, **kwargs: Any) -> Any:
+        def __call__(
+            self, inputs: mx.array, cache: list[Any] | None = None, *args: object, **kwargs: object
+        ) -> mx.array:
             """Logits [B, T, V] of tokens [B, T], which follow those in the caches, if any."""
             layouts = self.args.layouts
             if cache is not None:
                 check_caches(cache, layouts)
             caches = [None] * len(layouts) if cache is None else cache
-            masks: dict[Any, Any] = {}
+            masks: dict[Window | None, mx.array | str | None] = {}
             passes = [
                 cache if layout is None else LayerPass(cache, layout, masks)
                 for cache, layout in zip(caches, layouts, strict=True)
@@ -199,7 +201,7 @@ def _model_of(base: Any) -> Any:
             weights = published_arrays(weights, self.args.hybrid_config)
             return dict(super().sanitize(weights)) if hasattr(base, "sanitize") else weights
 
-        def shard(self, group: Any = None) -> None:
+        def shard(self, group: object = None) -> None:
             raise UserError("mlx-lm: a hybrid model is not shared among several machines")
 
     return HybridModel
