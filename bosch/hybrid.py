@@ -112,16 +112,8 @@ class HeadLayout:
         return cls(tuple(groups))
 
     @property
-    def windows(self) -> tuple[Window, ...]:
-        return tuple(group.window for group in self.groups if group.window is not None)
-
-    @property
     def sinks(self) -> int:
-        return self.windows[0].sinks if self.windows else 0
-
-    @property
-    def has_full(self) -> bool:
-        return len(self.windows) < len(self.groups)
+        return max(group.window.sinks if group.window else 0 for group in self.groups)
 
     @property
     def _order(self) -> list[int]:
@@ -1543,12 +1535,14 @@ def _prepare_pass(
     kwargs = dict(zip(names, args, strict=False)) | kwargs
     old = kwargs.pop("past_key_values", None)  # transformers 5.24 renames it after this hook
     kwargs[CACHE_NAME] = kwargs.get(CACHE_NAME) if old is None else old
-    state = next(head_state(module) for module in hybrid_modules(decoder) if module is not None)
-    if kwargs.get("output_attentions") and state is not None and state.backend != "eager":
-        raise ValueError(
-            f"output_attentions: the {state.backend} backend computes no attention weights; load "
-            "the model with attn_implementation='eager', or call set_attn_implementation('eager')"
-        )
+    if kwargs.get("output_attentions"):
+        module = next(module for module in hybrid_modules(decoder) if module is not None)
+        backend = required_state(module).backend
+        if backend != "eager":
+            raise ValueError(
+                f"output_attentions: the {backend} backend computes no attention weights; load the "
+                "model with attn_implementation='eager', or call set_attn_implementation('eager')"
+            )
     past, use_cache = kwargs.get(CACHE_NAME), kwargs.get("use_cache")
     positions = kwargs.get("position_ids")
     if kwargs.get("attention_mask") is not None:

@@ -49,15 +49,7 @@ def in_order(
     order = orders.get(int(place[1]), ()) if place is not None else ()
     if place is None or place[2] not in head_weights or list(order) == sorted(order):
         return weight
-    return reorder_weight(weight, *head_weights[place[2]], order)
-
-
-def reorder_weight(weight: Tensor, axis: int, sizes: Sequence[int], order: Sequence[int]) -> Tensor:
-    """A weight with its KV heads in `order` (BOSCH B.2).
-
-    Along `axis` there are, for each of `sizes` in turn, as many entries of every KV head: a fused
-    projection of queries, keys and values has three sizes.
-    """
+    axis, sizes = head_weights[place[2]]
     heads = torch.tensor(order, device=weight.device)[:, None]
     parts = []
     for part, size in zip(

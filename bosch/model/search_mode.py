@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -129,13 +128,7 @@ def _set_layouts(model: PreTrainedModel, mask: HeadMask, backend: str) -> None:
     kinds = families.decoder_layers(model.config)
     layouts: list[HeadLayout | None] = [None] * kinds.count
     for layer, row in zip(kinds.full, mask.windows, strict=True):
-        layouts[layer] = _layout(row, mask.sinks)
+        layouts[layer] = HeadLayout.of(row, mask.sinks)
     for layer, size in kinds.windows.items():
-        layouts[layer] = _layout((size,) * kinds.own_heads, 0)
+        layouts[layer] = HeadLayout.of([size] * kinds.own_heads)
     hybrid.set_layouts(model, layouts, backend)
-
-
-@functools.lru_cache(maxsize=1024)
-def _layout(row: tuple[int, ...], sinks: int) -> HeadLayout:
-    """Cached, because a layout caches its index tensors."""
-    return HeadLayout.of(row, sinks)
