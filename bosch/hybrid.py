@@ -1238,11 +1238,6 @@ class HybridCache(Cache):
         own = DynamicCache(config=model.config).layers
         return cls(layouts_of(model), max_cache_len, own)
 
-    @property
-    def max_cache_len(self) -> int:
-        """transformers' name before 5.20, which PEFT's prefix tuning still reads; -1: no limit."""
-        return int(self.get_max_length())
-
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens in all layers, or in none if one raises.
 
@@ -1354,8 +1349,7 @@ def _check_adapters(hybrid: PreTrainedModel, *_: object) -> None:
     for name, adapter in getattr(hybrid, "peft_config", {}).items():
         trained_on, model_type = adapter.base_model_name_or_path or "", ""
         with contextlib.suppress(OSError, ValueError):
-            content, _ = PreTrainedConfig.get_config_dict(trained_on)
-            model_type = str(content.get("model_type"))
+            model_type = str(PreTrainedConfig.get_config_dict(trained_on)[0].get("model_type"))
         if trained_on != hybrid.config.name_or_path and not model_type.startswith(PREFIX):
             raise ValueError(
                 f"the adapter '{name}' was trained on '{trained_on}', whose heads have another "

@@ -152,14 +152,14 @@ def test_an_adapter_of_the_base_is_refused(tmp_path: Path) -> None:
     for kind in ("base", "hybrid"):
         model = AutoModelForCausalLM.from_pretrained(tmp_path / kind)
         peft.get_peft_model(model, config).save_pretrained(tmp_path / f"{kind}_adapter")
+    hybrids = (AutoModelForCausalLM.from_pretrained(tmp_path / "hybrid") for _ in range(6))
     for load in (peft.PeftModel.from_pretrained, lambda m, path: m.load_adapter(str(path))):
-        first, second, third = (
-            AutoModelForCausalLM.from_pretrained(tmp_path / "hybrid") for _ in range(3)
-        )
         with pytest.raises(ValueError, match="whose heads have another order"):
-            load(first, tmp_path / "base_adapter")
-        (load(second, tmp_path / "hybrid_adapter") or second).save_pretrained(tmp_path / "again")
-        load(third, tmp_path / "again")
+            load(next(hybrids), tmp_path / "base_adapter")
+        load(next(hybrids), tmp_path / "hybrid_adapter")
+    loaded = peft.PeftModel.from_pretrained(next(hybrids), tmp_path / "hybrid_adapter")
+    loaded.save_pretrained(tmp_path / "again")
+    peft.PeftModel.from_pretrained(next(hybrids), tmp_path / "again")
 
 
 def test_a_head_mask_applies_to_a_base_inside_peft() -> None:

@@ -135,20 +135,16 @@ def test_planned_sizes_are_those_of_the_model(family: str) -> None:
     assert DecoderShape.of(stored.of_transformers()) == shape
 
 
-def test_a_model_with_its_own_code_has_the_sizes_of_its_family() -> None:
-    config = small_config("qwen3")
-    own = type("OwnConfig", (type(config),), {})(**config.to_dict())
-    own.auto_map = {"AutoModelForCausalLM": "modeling.OwnModel"}
-    assert DecoderShape.of(own) == DecoderShape.of(config)
-
-
 def test_sizes_are_built_once_for_equal_configurations() -> None:
-    model = small_model("qwen3_moe")
-    shape = DecoderShape.of(model.config)
-    assert DecoderShape.of(copy.deepcopy(model.config)) is shape
-    model.config.intermediate_size *= 2
-    model.config.moe_intermediate_size *= 2
-    assert DecoderShape.of(model.config).parameters > shape.parameters
+    config = small_config("qwen3_moe")
+    shape = DecoderShape.of(config)
+    assert DecoderShape.of(copy.deepcopy(config)) is shape
+    own = type("OwnConfig", (type(config),), {})(**config.to_dict())  # of a model with its own code
+    own.auto_map = {"AutoModelForCausalLM": "modeling.OwnModel"}
+    assert DecoderShape.of(own) == shape
+    config.intermediate_size *= 2
+    config.moe_intermediate_size *= 2
+    assert DecoderShape.of(config).parameters > shape.parameters
 
 
 @pytest.mark.parametrize(

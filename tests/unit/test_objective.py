@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import FlopCounterMode
 
 from bosch import hardware
 from bosch.attention import hybrid_attention
@@ -61,50 +61,33 @@ def plain_score_of(model, calibration, mask):
     return exact / len(calibration), log_likelihood / len(calibration)
 
 
-def attention_flops(query, key, value, *args, **kwargs):
+def attention_flops(query, key, *args, **kwargs):
     """Operations on every pair of query and key that the CPU's kernel computes: logits, sums."""
-    batch, heads, queries, dim = query.shape
-    return 4 * batch * heads * queries * key.shape[2] * dim
+    batch, heads, queries, dim = query
+    return 4 * batch * heads * queries * key[2] * dim
 
 
-def attention_backward_flops(gradient, query, key, value, *args, **kwargs):
+def attention_backward_flops(gradient, query, key, *args, **kwargs):
     """Five products where the forward pass has two: logits again, and four gradients."""
-    return attention_flops(query, key, value) * 5 // 2
+    return attention_flops(query, key) * 5 // 2
 
 
-FORMULAS = flop_registry | {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
-}
+class CountedFlops(FlopCounterMode):
+    """torch's own count, also of the CPU's attention kernels, which it lacks before 2.15.
 
-
-class CountedFlops(TorchDispatchMode):
-    """Operations by torch's formulas; before 2.15 torch lacks the CPU's attention kernels.
-
-    torch's own mode takes twice the time, and cannot count by module if no gradient reaches a
-    layer.
+    Not by module, which fails where no gradient reaches a layer.
     """
 
     def __init__(self):
-        super().__init__()
-        self.total = 0
-        # By operation: its formula, or None if it neither has one nor consists of others.
-        self.formula_of = {}
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        formulas = {kernel: attention_flops, backward: attention_backward_flops}
+        super().__init__(display=False, custom_mapping=formulas)
+        self.mod_tracker = MagicMock(parents={"Global"})
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func not in self.formula_of:
-            formula = FORMULAS.get(func.overloadpacket)
-            if formula is None:
-                with self:
-                    out = func.decompose(*args, **kwargs)
-                if out is not NotImplemented:
-                    return out
-            self.formula_of[func] = formula
-        out = func(*args, **kwargs)
-        if formula := self.formula_of[func]:
-            self.total += formula(*args, **kwargs, out_val=out)
-        return out
+    @property
+    def total(self):
+        return self.get_total_flops()
 
 
 @pytest.mark.parametrize("sinks", [0, 4])
