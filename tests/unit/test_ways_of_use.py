@@ -446,7 +446,7 @@ def _damaged(source: Path, target: Path, change: Any) -> Path:
             r"1 weights of the files have no place in the model of config\.json, model\.layers\.3",
         ),
         (
-            lambda w: w.update({f"{_ATTENTION}.another": torch.ones(4)}),
+            lambda w: w.update({"model.layers.1.self_attn.another": torch.ones(4)}),
             "1 weights of the files have no place .*another",
         ),
         (
