@@ -9,9 +9,9 @@ D head dimension, W window, S sinks, C queries of a block. A slot is a place in 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
+import re
 import shutil
 import sys
 import zlib
@@ -1269,6 +1269,77 @@ class HybridCache(Cache):
         self.reorder_cache(indices)
 
 
+# ---- Adapters of the base model, whose KV heads have another order
+
+
+def reorder_weight(weight: Tensor, axis: int, sizes: Sequence[int], order: Sequence[int]) -> Tensor:
+    """A weight with its KV heads in `order` (BOSCH B.2).
+
+    Along `axis` there are, for each of `sizes` in turn, as many entries of every KV head: a fused
+    projection of queries, keys and values has three sizes.
+    """
+    heads = torch.tensor(order, device=weight.device)[:, None]
+    parts = []
+    for part, size in zip(
+        torch.split(weight, [size * len(order) for size in sizes], axis), sizes, strict=True
+    ):
+        entries = heads * size + torch.arange(size, device=weight.device)
+        parts.append(part.index_select(axis, entries.flatten()))
+    return torch.cat(parts, axis) if len(parts) > 1 else parts[0]
+
+
+def _reorder_adapters(hybrid: HybridModelMixin, weights: dict[str, Tensor], *_: object) -> None:
+    """Hook of `load_state_dict`: give LoRA adapters of the base model the hybrid's order of heads.
+
+    PEFT's configuration names the model that an adapter was trained on. The hybrid's name replaces
+    it, since the adapter, saved again, is the hybrid's. ValueError for other kinds of adapters in
+    attention, and for adapters of an unknown model.
+    """
+    configs: Mapping[str, Any] = getattr(hybrid, "peft_config", {})
+    foreign = {name for name, config in configs.items() if not _is_of_hybrid(config, hybrid)}
+    if not foreign:
+        return
+    table = hybrid.config.hybrid_attention
+    orders = dict(zip(table["layers"], map(deploy_order, table["windows"]), strict=True))
+    linear = "|".join(re.escape(name.removesuffix(".weight")) for name in table["weights"])
+    inside = re.compile(rf"(?:^|\.)layers\.(\d+)\.({linear})\.(.+)$")
+    moved = set()
+    for name, weight in weights.items():
+        place = inside.search(name)
+        if place is None or int(place[1]) not in orders:
+            continue
+        kind, *rest = place[3].split(".")
+        adapter = next((part for part in rest if part in foreign), None)
+        if adapter is None:
+            continue
+        if kind not in ("lora_A", "lora_B", "lora_magnitude_vector"):
+            raise ValueError(
+                f"{name}: an adapter of this kind was trained on another order of heads; train it "
+                "on the hybrid, or merge it into the base model before materialize"
+            )
+        moved.add(adapter)
+        axis, sizes = table["weights"][f"{place[2]}.weight"]
+        if (kind == "lora_A") is (axis == 1):
+            weights[name] = reorder_weight(weight, axis, sizes, orders[int(place[1])])
+    for adapter in moved:
+        configs[adapter].base_model_name_or_path = hybrid.config.name_or_path
+
+
+def _is_of_hybrid(adapter: Any, hybrid: PreTrainedModel) -> bool:
+    """Whether an adapter was trained on the hybrid, and not on its base model."""
+    trained_on = adapter.base_model_name_or_path
+    if (trained_on or "") == hybrid.config.name_or_path:
+        return True
+    try:
+        content, _ = PreTrainedConfig.get_config_dict(trained_on)
+    except Exception as error:
+        raise ValueError(
+            f"an adapter was trained on {trained_on!r}, which cannot be read, so the order of its "
+            "heads is not known; correct base_model_name_or_path in its adapter_config.json"
+        ) from error
+    return str(content.get("model_type")).startswith(PREFIX)
+
+
 # ---- Configurations and models
 
 
@@ -1341,22 +1412,6 @@ def _empty(model_type: str, kind: int) -> object:
     return found.__new__(found)
 
 
-def _check_adapters(hybrid: PreTrainedModel, *_: object) -> None:
-    """Raise ValueError for an adapter that was trained on another order of heads, the base's.
-
-    PEFT's configuration names the model that an adapter was trained on.
-    """
-    for name, adapter in getattr(hybrid, "peft_config", {}).items():
-        trained_on, model_type = adapter.base_model_name_or_path or "", ""
-        with contextlib.suppress(OSError, ValueError):
-            model_type = str(PreTrainedConfig.get_config_dict(trained_on)[0].get("model_type"))
-        if trained_on != hybrid.config.name_or_path and not model_type.startswith(PREFIX):
-            raise ValueError(
-                f"the adapter '{name}' was trained on '{trained_on}', whose heads have another "
-                "order: train it on the hybrid, or merge it into the base before materialize"
-            )
-
-
 class HybridModelMixin(PreTrainedModel):
     """Adds layouts, a backend and a cache to the model class of a family."""
 
@@ -1369,7 +1424,7 @@ class HybridModelMixin(PreTrainedModel):
         if text_config(config) is not config:  # the text config has its own implementation
             decoder.set_attn_implementation(NAME)
         set_layouts(self, layouts, self._hybrid_backend)
-        self.register_load_state_dict_pre_hook(_check_adapters)
+        self.register_load_state_dict_pre_hook(_reorder_adapters)
         # At the decoder, since libraries replace the `forward` of the whole model.
         names = tuple(inspect.signature(type(decoder).forward).parameters)[1:]
         mixes: bool = config.hybrid_attention["mixes_documents"]
@@ -1394,7 +1449,11 @@ class HybridModelMixin(PreTrainedModel):
     def load_adapter(self, *args: Any, **kwargs: Any) -> object:
         """transformers' method, which does not call `load_state_dict`."""
         result = super().load_adapter(*args, **kwargs)
-        _check_adapters(self)
+        loaded = {name: weight.data for name, weight in self.named_parameters()}
+        ordered = dict(loaded)
+        _reorder_adapters(self, ordered)
+        for name, weight in loaded.items():
+            weight.copy_(ordered[name])
         return result
 
     def __reduce__(self) -> _Pickled:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from bosch.errors import UserError
-from bosch.hybrid import AttentionCall, required_state, set_head_state
+from bosch.hybrid import AttentionCall, reorder_weight, required_state, set_head_state
 from bosch.masks import HeadMask
 from bosch.model.families import text_config
 from bosch.model.interface import attention_modules
@@ -49,15 +49,7 @@ def in_order(
     order = orders.get(int(place[1]), ()) if place is not None else ()
     if place is None or place[2] not in head_weights or list(order) == sorted(order):
         return weight
-    axis, sizes = head_weights[place[2]]
-    heads = torch.tensor(order, device=weight.device)[:, None]
-    parts = []
-    for part, size in zip(
-        torch.split(weight, [size * len(order) for size in sizes], axis), sizes, strict=True
-    ):
-        entries = heads * size + torch.arange(size, device=weight.device)
-        parts.append(part.index_select(axis, entries.flatten()))
-    return torch.cat(parts, axis) if len(parts) > 1 else parts[0]
+    return reorder_weight(weight, *head_weights[place[2]], order)
 
 
 class _Computed(Exception):
