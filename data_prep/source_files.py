@@ -15,16 +15,16 @@ from bosch.files import read_json
 
 def compressible(*suffixes: str) -> tuple[str, ...]:
     """Suffixes of plain and of compressed files."""
-    ends = ("", ".gz", ".bz2", ".xz", ".zst")
-    return tuple(suffix + end for suffix in suffixes for end in ends)
+    return tuple(suffix + end for suffix in suffixes for end in ("", ".gz", ".bz2", ".xz", ".zst"))
 
 
 def open_plain(path: Path) -> BinaryIO:
     """Open a file, decompressed as its suffix says."""
-    import fsspec
+    from fsspec.compression import compr
+    from fsspec.utils import infer_compression
 
     register_zstd()
-    return fsspec.open(str(path), compression="infer").open()
+    return compr[infer_compression(str(path))](path.open("rb"), mode="rb")
 
 
 def register_zstd() -> None:

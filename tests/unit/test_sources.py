@@ -77,7 +77,7 @@ def test_files_are_read_in_an_order_of_the_seed(tmp_path, kind):
     ("name", "content"),
     [
         ("a.json.gz", gzip.compress(lines(TEXTS[:9])) + gzip.compress(lines(TEXTS[9:]))),
-        ("a.jsonl.bz2", bz2.compress(lines(TEXTS))),
+        ("a[1]*.jsonl.bz2", bz2.compress(lines(TEXTS))),
         ("a.ndjson.xz", lzma.compress(lines(TEXTS))),
         ("a.jsonl.zst", zstd(b"\xef\xbb\xbf" + lines(TEXTS).replace(b"\n", b"\r\n \r\n"))),
         ("a.txt.xz", lzma.compress("\ufeffein Käfer".encode())),
