@@ -186,10 +186,9 @@ def _faults(loaded: LoadedRecipe) -> Iterator[Fault]:
         where, kind = f"prepare.sources.{index}", KINDS[source.kind]
         if kind.needs_path and not source.path:
             yield Fault(where, f"a source of kind {source.kind} needs a path")
-        if not kind.has_fields and (source.filters.matches or source.loss == "completion"):
-            yield Fault(
-                where, f"a source of kind {source.kind} has no fields for filters.matches or loss"
-            )
+        needing = {"filters.matches": source.filters.matches, "loss": source.loss == "completion"}
+        for field in () if kind.has_fields else filter(needing.get, needing):
+            yield Fault(f"{where}.{field}", f"a source of kind {source.kind} has no fields")
         on_hub = source.path is not None and kind.is_remote(source.path)
         if on_hub and not _COMMIT.fullmatch(source.revision or ""):
             yield Fault(
