@@ -51,7 +51,7 @@ class LoggedAnswers:
     max_length: int
 
     def __init__(self, **options: Any) -> None:
-        # By prompt of RULER: the answers to look for, and whether one is enough.
+        # By prompt of own tasks: the answers to look for, and whether one is enough.
         self._rows: dict[str, tuple[list[str], bool]] = {}
         self._cut = set[int]()  # hashes of prompts
         self._first_tokens: list[int] | None = None
@@ -71,12 +71,12 @@ class LoggedAnswers:
         return ids[-left_truncate_len:] if left_truncate_len else ids
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Any]:
-        # Only RULER's documents have needles.
+        # Only the project's own tasks have needles; None: the whole output counts.
+        self._rows = {}
         own = [request for request in requests if "needles" in request.doc]
-        self._rows = {
-            request.args[0]: (request.doc["answers"], request.task_name in ANY_ANSWER)
-            for request in own
-        }
+        for one in own:
+            answers = [] if one.doc["needles"] is None else one.doc["answers"]
+            self._rows[one.args[0]] = answers, one.task_name in ANY_ANSWER
         return self._answers("generate_until", requests)
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Any]:
@@ -121,7 +121,7 @@ class LoggedAnswers:
         return super()._loglikelihood_tokens(requests, **options)  # type: ignore[misc]
 
     def note_length(self, prompt: str, tokens: int, most: int) -> None:
-        """Note a prompt that loses its beginning; RULER's are refused."""
+        """Note a prompt that loses its beginning; those of own tasks are refused."""
         if tokens > most and prompt in self._rows:
             raise ModelError(
                 f"a prompt of {tokens:,} tokens and its answer are more than its "

@@ -19,10 +19,11 @@ from data_prep.tasks.tables import RulerTask
 from data_prep.text import haystack_words, token_counter
 from stages.context import Runtime
 from stages.evaluate import load
+from stages.evaluate.answers import ModelError
 from stages.evaluate.load import OWN_TASKS, ask, load_tasks, mean_metrics
 from stages.evaluate.models import process_state
 from stages.evaluate.names import unknown
-from stages.evaluate.stage import NEW_TOKENS, PRESETS, LocalTask
+from stages.evaluate.stage import NEW_TOKENS, PRESETS, EvaluateConfig, LocalTask
 from stages.evaluate.tasks.local import MAKERS
 from tests.evaluation_case import evaluation, language_model, write_tasks
 from tests.tiny_data import byte_tokenizer, save_tiny_model, tiny_tokenizer
@@ -221,7 +222,7 @@ def test_nolimas_prompt_and_score_are_as_by_hand(folder: Path, tmp_path: Path) -
     rows = list(MAKERS["nolima"](tmp_path, 40, 99, 0, 9, byte_tokenizer()))
     assert len(rows) == 26  # depths
     text = "Read ine 10 of the book. Yuki keeps a lute.\nLine 11 of the book.\nWho has a bow?"
-    assert rows[12] == {"prompt": text, "prefix": "", "answers": ["Yuki"]}
+    assert rows[12] == {"prompt": text, "prefix": "", "answers": ["Yuki"], "needles": None}
     asked = {"tasks": ["nolima"], "data": {"nolima": str(tmp_path)}}
     ruler = {"lengths": [40], "samples": 2, "max_new_tokens": 9}
     [one] = loaded(folder, work=tmp_path / "rows", ruler=ruler, **asked).tasks
@@ -229,6 +230,13 @@ def test_nolimas_prompt_and_score_are_as_by_hand(folder: Path, tmp_path: Path) -
     assert (one.suite, one.length, len(task.eval_docs)) == ("lm_eval", 40, 2)
     for output, score in (("It is Yuki.", 1.0), ("yuki", 0.0)):
         assert task.process_results(task.eval_docs[0], [output]) == {"score": score}
+    model = load_model(folder / "model", dtype="float32")
+    lm = language_model(model, tmp_path / "log", byte_tokenizer())
+    assert [record["task"] for record in ask(lm, one, EvaluateConfig())] == ["nolima"] * 2
+    model.config.max_position_embeddings = 90
+    lm = language_model(model, tmp_path / "other log", byte_tokenizer())
+    with pytest.raises(ModelError, match="and its answer are more than its 90 positions"):
+        ask(lm, one, EvaluateConfig())  # upstream cuts the beginning
 
 
 def test_mrcrs_prompt_and_score_are_as_by_hand(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def nolima_rows(
         after = tokenizer.decode(ids[place + 1 : start + length])
         text = f"{before[: max(before.rfind(chr(10)), 0)]} {needle}\n{after}"
         prompt = one["task_template"].format(haystack=text, question=question)
-        yield {"prompt": prompt, "prefix": "", "answers": answers}
+        yield {"prompt": prompt, "prefix": "", "answers": answers, "needles": None}
 
 
 def mrcr_rows(
@@ -78,8 +78,10 @@ def mrcr_rows(
             prompt = "\n\n".join([*turns, "Assistant:"])
             if length / 2 < len(encode_prompt(tokenizer, prompt)) + new_tokens <= length:
                 samples -= 1
-                start = row["random_string_to_prepend"]
-                yield {"prompt": prompt, "prefix": "", "answers": [row["answer"]], "start": start}
+                yield {
+                    "prompt": prompt, "prefix": "", "answers": [row["answer"]], "needles": None,
+                    "start": row["random_string_to_prepend"],
+                }  # fmt: skip
             if samples == 0:
                 break
 
