@@ -19,7 +19,7 @@ from stages.evaluate.stage import EvaluateConfig, RulerConfig
 from stages.evaluate.tables import Cells, position_table, suite_table
 from stages.materialize.stage import MODEL, MaterializeConfig, MaterializeSummary
 from stages.measure.stage import Efficiency, MeasureConfig
-from stages.prepare.stage import PrepareConfig, SourceConfig, Statistics
+from stages.prepare.stage import PrepareConfig, SourceConfig
 from stages.report.stage import ReportConfig
 from stages.search.stage import FRONT, HEAD_MASK, SearchConfig, SearchSummary
 from stages.train.stage import METRICS, TrainConfig
@@ -55,7 +55,7 @@ def publish(
     checkpoints = () if "train" in without else ("tokens-1000000", "tokens-4000000")
     evaluated = (ORIGINAL, HYBRID, *checkpoints)
     writers = {
-        "prepare": _prepare,
+        "prepare": lambda folder: None,  # the report reads nothing of it
         "search": lambda folder: _search(folder, layers, heads, rng),
         "materialize": lambda folder: _materialize(folder, layers, heads),
         "measure": _measure,
@@ -176,24 +176,6 @@ def sliding_heads(layers: int, heads: int) -> list[list[int]]:
     ]
 
 
-DOCUMENT_LENGTHS = [
-    {"up_to": 512, "documents": 400, "tokens": 160_000},
-    {"up_to": 4096, "documents": 402, "tokens": 1_200_000},
-    {"up_to": 2**20, "documents": 10, "tokens": 2_641_792},
-]
-
-
-def _prepare(folder: Path) -> None:
-    statistics = {
-        "documents": 812,
-        "tokens": 4_001_792,
-        "sequences": 1954,
-        "sources": {"python": {"documents": 812, "lengths": DOCUMENT_LENGTHS}},
-        "calibration": {"examples": 24, "length": 512},
-    }
-    Statistics.model_validate(statistics).write(folder)
-
-
 def _search(folder: Path, layers: int, heads: int, rng: random.Random) -> None:
     _mask_file(layers, heads).save(folder / HEAD_MASK)
     trace: list[dict[str, Any]] = []
@@ -206,21 +188,11 @@ def _search(folder: Path, layers: int, heads: int, rng: random.Random) -> None:
         mean = 0.8 - 0.2 * group
         _evaluate_subproblem(trace, "head_selection", f"group {group}", _scores(rng, mean, 50))
     _evaluate_subproblem(trace, "final", "final mask", [0.92])
-    importance = [
-        {
-            "layer": layer,
-            "best_score": 0.7 + 0.3 * (layer + 1) / layers,
-            "drop": 0.3 - 0.3 * (layer + 1) / layers,
-            "weight": 1 - layer / max(layers - 1, 1),
-            "ratio": (0.5, 0.75, 1.0)[layer % 3],
-        }
-        for layer in range(layers)
-    ]
     summary = {
         "anchors": {"all_sliding": 0.02, "all_full": 1.0},
         "best_score": 0.92, "best_log_likelihood": -0.41, "evaluations": len(trace),
         "model_seconds": 171.0, "solver_seconds": 4.0, "full_forward_equivalents": 143.2,
-        "layer_importance": importance,
+        "layer_importance": [],
         "trace": trace, "notes": ["Algorithm 1: 2 layers tie at score 1."],
     }  # fmt: skip
     SearchSummary.model_validate(summary).write(folder)

@@ -6,7 +6,6 @@ Every number is an estimate.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import re
 from collections.abc import Iterator
 
@@ -61,10 +60,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _share(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 < (value := float(text)) <= 1:
-            return value
-    raise argparse.ArgumentTypeError(f"expected a share above 0 and at most 1, got {text!r:.60}")
+    if not 0 < float(text) <= 1:
+        raise argparse.ArgumentTypeError(f"expected a share above 0 and at most 1, got {text}")
+    return float(text)
 
 
 def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:

@@ -45,19 +45,15 @@ def _slow_faults(loaded: LoadedRecipe) -> Iterator[Fault]:
 
 def downloads(loaded: LoadedRecipe) -> Iterator[str]:
     """Models and tokenizers that a run downloads, as they are not on this machine."""
-    model = loaded.recipe.model
-    if loaded.info is None:
-        yield (
-            f"the model {model.path} (its shape is not known here: what depends on it is checked "
-            "when the run starts)"
-        )
-    elif loaded.info.directory is None:
+    model, info = loaded.recipe.model, loaded.info
+    if info is None:
+        yield f"the model {model.path} (its shape is not known here: checks wait for the run)"
+    elif info.directory is None:
         snapshot = cached_snapshot(model.path, model.revision)
         if snapshot is None or any(file_faults(snapshot)):
             yield f"the model {model.path}: config.json, tokenizer and weights"
     for name in sorted({source.tokenizer or "" for source in loaded.recipe[PrepareConfig].sources}):
-        if not name or Path(name).is_dir():
-            continue
-        snapshot = cached_snapshot(name, None)
-        if snapshot is None or not has_tokenizer(snapshot):
-            yield f"the tokenizer {name}"
+        if name and not Path(name).is_dir():
+            snapshot = cached_snapshot(name, None)
+            if snapshot is None or not has_tokenizer(snapshot):
+                yield f"the tokenizer {name}"

@@ -5,7 +5,7 @@ Only the headers of safetensors files are read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +64,11 @@ def read_model(
 def _shape_faults(info: ModelInfo, family: bool) -> list[Fault]:
     """Faults of a config.json that does not describe a supported decoder."""
     faults: list[Fault] = []
-    checks: tuple[Callable[[], object], ...] = (
-        lambda: info.layers,
-        lambda: info.hidden_size,
-        lambda: info.max_positions,
-        info.check_sizes,
-    )
-    for check in checks:
+    for name in ("layers", "hidden_size", "max_positions"):
         with collected(faults, _PATH):
-            check()
+            getattr(info, name)
+    with collected(faults, _PATH):
+        info.check_sizes()
     if family and not faults:
         with collected(faults, _PATH):
             info.check_family()

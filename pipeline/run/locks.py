@@ -24,7 +24,7 @@ def hold(path: Path, name: str, recipe: str, *, wait: bool = False) -> Iterator[
     Raises RunError, which names the holder, if another process has it; with `wait` it waits.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock, note = FileLock(path), _note(path)
+    lock, note = FileLock(path), path.with_suffix(".holder")
     try:
         try:
             lock.acquire(timeout=MOMENT_SECONDS)
@@ -64,9 +64,5 @@ def holder(path: Path) -> str | None:
 
 def _holder(path: Path) -> str:
     with contextlib.suppress(OSError):
-        return _note(path).read_text(encoding="utf-8") or "another process"
+        return path.with_suffix(".holder").read_text(encoding="utf-8") or "another process"
     return "another process"
-
-
-def _note(path: Path) -> Path:
-    return path.with_suffix(".holder")

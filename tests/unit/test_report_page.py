@@ -275,7 +275,7 @@ def test_a_page_is_made_for_layer_rules_and_evaluations_without_scores(
     tmp_path: Path, inputs: dict[str, Path]
 ) -> None:
     path = inputs["search"] / "summary.json"
-    summary = json.loads(path.read_text()) | {"trace": [], "layer_importance": [], "notes": []}
+    summary = json.loads(path.read_text()) | {"trace": [], "notes": []}
     report_fixture.write_json(path, summary)
     scores = {"checkpoints": {"original": {}, "hybrid": {}}}
     report_fixture.write_json(inputs["evaluate"] / "scores.json", scores)
