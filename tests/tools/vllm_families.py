@@ -103,14 +103,14 @@ def _sizes(family: str) -> dict[str, Any]:
     return {**SIZES, **_PUBLISHED.get(family, {})}
 
 
-def outcome(family: str, save: Callable[[Path, str], None]) -> Outcome:
-    """Save, serve and compare one model, each in a process of its own."""
+def outcome(family: str, save: Callable[[Path, str], None], **options: Any) -> Outcome:
+    """Save, serve with an engine's options and compare a model, each in a process of its own."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         saved = in_process(partial(save, folder, family))
         if isinstance(saved, str):
             return Outcome(False, reason=saved)
-        served = in_process(partial(outputs, folder))
+        served = in_process(partial(outputs, folder, options))
         if isinstance(served, str):
             return Outcome(False, reason=served)
         route, answers = served
@@ -127,13 +127,13 @@ def outcome(family: str, save: Callable[[Path, str], None]) -> Outcome:
     return Outcome(True, route, distance)
 
 
-def outputs(folder: Path) -> tuple[str, list[Any]]:
+def outputs(folder: Path, options: dict[str, Any]) -> tuple[str, list[Any]]:
     """Answers of vLLM, and by which class it serves the model."""
     registry: Any = importlib.import_module("vllm.model_executor.models.registry")
     # vLLM looks at a class in a new process, lest CUDA starts in this one, which ends soon.
     registry._run_in_subprocess = lambda function: function()
     prompts = random_prompts(LENGTHS)
-    with engine(folder) as llm:
+    with engine(folder, **options) as llm:
         answers = generate(llm, prompts, _NEW_TOKENS)
         worker = llm.llm_engine.model_executor.driver_worker.worker
         bases = [base.__name__ for base in type(worker.get_model()).__mro__]

@@ -42,6 +42,7 @@ def test_a_plain_class_computes_the_exported_hybrid(family: str, tmp_path: Path)
     ids = tokens(2, 5 * WINDOW)
     ours = load_model(hybrid, dtype="float32")(input_ids=ids).logits
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    assert config.architectures == [type(model).__name__]
     torch.testing.assert_close(model(input_ids=ids).logits, ours, atol=1e-4, rtol=1e-4)
 
 
