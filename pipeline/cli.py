@@ -73,15 +73,8 @@ def _run(arguments: Sequence[str] | None, stages: Sequence[Stage[Any]]) -> int:
         command = module.COMMAND
         if not isinstance(command, RecipeCommand):
             return _flushed(module.run(options))
-        loaded = load_recipe(
-            options.recipe,
-            options.overrides,
-            fetch=command.fetch,
-            input_files=command.input_files,
-            model_files=command.model_files,
-            model_family=command.model_family,
-            stages=stages,
-        )
+        without: Any = dict.fromkeys(command.without, False)
+        loaded = load_recipe(options.recipe, options.overrides, stages=stages, **without)
         root = loaded.output_root
         log.configure(loaded.recipe.runtime.log_level)
         return _flushed(module.run(loaded, options))

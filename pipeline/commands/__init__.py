@@ -12,15 +12,10 @@ from bosch.commands import Command
 class RecipeCommand(Command):
     """A command that works on a recipe: `run(loaded, options)` returns the exit status.
 
-    `fetch` allows downloads of the model's configuration. Without `input_files` data may be
-    missing, without `model_files` weights and tokenizer. Without `model_family`, checks that import
-    transformers are skipped.
+    `without` are the arguments of `load_recipe` that are false for it, like fetch.
     """
 
-    fetch: bool = True
-    input_files: bool = True
-    model_files: bool = True
-    model_family: bool = True
+    without: tuple[str, ...] = ()
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         super().add_arguments(parser)

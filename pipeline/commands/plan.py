@@ -26,9 +26,7 @@ from stages.stage import LoadedRecipe, call
 
 COMMAND = RecipeCommand(
     "say what a run needs and costs before it starts",
-    fetch=False,
-    input_files=False,
-    model_files=False,
+    without=("fetch", "input_files", "model_files"),
 )
 
 

@@ -16,8 +16,7 @@ from stages.stage import LoadedRecipe
 COMMAND = RecipeCommand(
     "say for each stage whether it is cached, to run, running or failed, and why",
     json=True,
-    fetch=False,
-    model_family=False,
+    without=("fetch", "model_family"),
 )
 
 # Most bytes of new input files to hash; larger ones are reported as not hashed.

@@ -16,7 +16,7 @@ from stages.faults import Fault
 from stages.prepare.stage import PrepareConfig
 from stages.stage import LoadedRecipe, call
 
-COMMAND = RecipeCommand("check a recipe, its model and its input files", json=True, fetch=False)
+COMMAND = RecipeCommand("check a recipe, its model and its inputs", json=True, without=("fetch",))
 
 
 def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:

@@ -145,7 +145,7 @@ def test_another_method_drops_what_belongs_to_a_front(tmp_path: Path, as_branch:
         loaded = load_recipe(path, ["search.method=intr"], fetch=False)
         change = ["search.method=razor", "search.window_size=16"]
         narrow = load_recipe(path, change, fetch=False)
-    for recipe, size, full in ((loaded, 64, 6), (narrow, 16, 7)):
+    for recipe, size, full in ((loaded, 64, 6), (narrow, 16, 8)):
         search = recipe.recipe[SearchConfig]
         assert (search.window_size, search.windows, search.points) == (size, None, None)
         assert recipe.info is not None
