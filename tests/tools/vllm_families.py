@@ -26,6 +26,8 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+import torch
+
 from bosch.errors import UserError
 from bosch.files import read_json, write_json, write_text
 from bosch.journal import Journal
@@ -62,8 +64,11 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
     "granitemoe": {"attention_multiplier": 32**-0.5},
     "granitemoeshared": {"attention_multiplier": 32**-0.5},
     "granite_swa": {"attention_multiplier": 32**-0.5},
+    "qwen3_next": {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
     "granitemoe_swa": {"attention_multiplier": 32**-0.5},
 }
+# Whose kernel on a CPU takes no other type.
+_BFLOAT16 = {"qwen3_next": 2e-2}
 _REFUSED = "refused: "
 # How the plugin's refusals begin (bosch/engines/vllm/checks.py): the page gives the reason alone.
 _NOT_SERVED = "the plugin for vLLM does not serve this model, because "
@@ -105,26 +110,33 @@ def _sizes(family: str) -> dict[str, Any]:
 
 def outcome(family: str, save: Callable[[Path, str], None], **options: Any) -> Outcome:
     """Save, serve with an engine's options and compare a model, each in a process of its own."""
+    dtype = "bfloat16" if family in _BFLOAT16 else "float32"
+    tolerance = _BFLOAT16.get(family, TOLERANCE)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         saved = in_process(partial(save, folder, family))
         if isinstance(saved, str):
             return Outcome(False, reason=saved)
-        served = in_process(partial(outputs, folder, options))
+        served = in_process(partial(outputs, folder, {"dtype": dtype, **options}))
         if isinstance(served, str):
             return Outcome(False, reason=served)
         route, answers = served
         if any(math.isnan(number) for answer in answers for number in stated_logprobs(answer)):
             return Outcome(False, route, reason="vLLM's log-probabilities are NaN")
-        distance = in_process(lambda: largest_distance(load_reference(folder), answers))
+        distance = in_process(lambda: largest_distance(rounded(folder, dtype), answers))
     if isinstance(distance, str):
         return Outcome(False, route, reason=distance)
     if not math.isfinite(distance):
         reason = "transformers' are NaN" if math.isnan(distance) else "other greedy tokens"
         return Outcome(False, route, reason=reason)
-    if distance >= TOLERANCE:
+    if distance >= tolerance:
         return Outcome(False, route, distance, f"log-probabilities differ by {distance:.2g}")
     return Outcome(True, route, distance)
+
+
+def rounded(folder: Path, dtype: str) -> Any:
+    """The model by transformers in float32, of the weights that the engine has."""
+    return load_reference(folder).to(getattr(torch, dtype)).float()
 
 
 def outputs(folder: Path, options: dict[str, Any]) -> tuple[str, list[Any]]:
@@ -240,7 +252,8 @@ def _page(outcomes: dict[tuple[str, str], Outcome], versions: dict[str, str]) ->
         f"{names}.\n\n"
         "The distance is the largest difference between vLLM's and transformers' "
         "log-probabilities. A hybrid is served where the distance is below "
-        f"{TOLERANCE:g} and vLLM generates transformers' most likely tokens. Where a hybrid fails, "
+        f"{TOLERANCE:g} (of Qwen3-Next, in bfloat16, {_BFLOAT16['qwen3_next']:g}) and vLLM "
+        "generates transformers' most likely tokens. Where a hybrid fails, "
         "the last column says what the original model does. The plugin refuses some models: the "
         "reason follows the word.\n\n"
         "```bash\n.venv-vllm/bin/python -m tests.tools.vllm_families  # writes this page\n```\n\n"

@@ -199,7 +199,7 @@ def test_weights_with_reordered_heads_compute_the_same_function(family: str) -> 
 
 def test_sinks_are_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     layouts = [full_first(4, 4, Window(16, 3)), full_first(2, 4, Window(16, 3))]
-    monkeypatch.setattr(checks, "served_layouts", lambda config: layouts)
+    monkeypatch.setattr(checks, "served_layouts", lambda config: dict(enumerate(layouts)))
     monkeypatch.setattr(checks, "own_groups", lambda config: False)
     config: Any = SimpleNamespace(
         model_config=SimpleNamespace(hf_config=None, max_model_len=2048),
@@ -233,32 +233,6 @@ def test_a_checkpoint_that_is_being_written_is_refused(tmp_path: Any) -> None:
     small_model("qwen3").save_pretrained(tmp_path)
     check_complete(tmp_path)
     check_complete(tmp_path / "org/name-of-the-hub")
-
-
-def be_installed(patch: pytest.MonkeyPatch, version: str, attention: type) -> None:
-    """Let this version of vLLM, with this class of attention modules, be the installed one."""
-    layers = "vllm.model_executor.layers.attention"
-    patch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))
-    for name in ("vllm.model_executor", "vllm.model_executor.layers", layers):
-        patch.setitem(sys.modules, name, SimpleNamespace(Attention=attention))
-
-
-def test_an_engine_without_a_window_per_module_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    be_installed(monkeypatch, "0.32.0", _OldAttention)
-    with pytest.raises(UserError, match=r"takes no per_layer_sliding_window.* install vLLM 0\.32"):
-        check_engine()
-
-
-class _OldAttention:
-    def __init__(self, num_heads: int, num_kv_heads: int, prefix: str) -> None: ...
-
-
-class _Attention:
-    def __init__(
-        self, num_heads: int, num_kv_heads: int, per_layer_sliding_window: int, prefix: str
-    ) -> None: ...
 
 
 def serve_two_layers(patch: pytest.MonkeyPatch, cpu: bool) -> None:
@@ -425,7 +399,7 @@ def test_an_untested_version_gives_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vllm.bosch"), "propagate", True)
-    be_installed(monkeypatch, version, _Attention)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))
     check_engine()
     warned = [record.getMessage() for record in caplog.records]
     assert [f"vLLM {version}: " in message for message in warned] == [True] * (not tested)

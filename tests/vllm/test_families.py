@@ -14,6 +14,7 @@ from bosch.journal import Journal
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = (
     "llama", "phi3", "olmo2", "gemma3_text", "granite", "mixtral", "qwen3_moe",
+    "qwen3_next",
 )  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,6 @@ from bosch.hybrid import HeadLayout, deploy_layouts
 from bosch.model.families import decoder_layers, text_config
 from bosch.weight_files import weight_faults
 
-# Arguments of vLLM's attention module that the plugin passes.
-_NEEDED = {"num_heads", "num_kv_heads", "per_layer_sliding_window", "prefix"}
 OLDEST_TESTED, NEWEST_TESTED = "0.32.0", "0.33.0"
 
 _logger = logging.getLogger("vllm.bosch")
@@ -28,40 +25,27 @@ def check_servable(vllm_config: Any) -> None:
     check_complete(Path(model.model))
 
 
-def served_layouts(config: Any) -> list[HeadLayout]:
-    """Layout of each decoder layer; raises UserError for layers the plugin cannot split."""
+def served_layouts(config: Any) -> dict[int, HeadLayout]:
+    """Layouts of the layers with attention; raises UserError for those that cannot be split."""
     reason = planner.layers_refusal(decoder_layers(config))
     if text_config(config) is not config:
         reason = "it takes more than text"
     if reason:
         raise UserError(f"the plugin for vLLM does not serve this model, because {reason}")
-    return [layout for layout in deploy_layouts(config) if layout is not None]
+    layouts = enumerate(deploy_layouts(config))
+    return {layer: layout for layer, layout in layouts if layout is not None}
 
 
 def check_engine() -> None:
-    """Raise UserError for a vLLM whose attention lacks arguments that the plugin needs."""
-    import vllm
-    from vllm.model_executor.layers.attention import Attention
+    """Warn about a vLLM with which the plugin was not tested."""
+    from vllm import __version__ as version
 
-    missing = _NEEDED - set(inspect.signature(Attention.__init__).parameters)
-    if missing:
-        raise UserError(
-            f"vLLM {vllm.__version__}: its attention module takes no {', '.join(sorted(missing))}, "
-            f"which hybrid models need; install vLLM {OLDEST_TESTED} or later"
-        )
-    if note := untested_version(vllm.__version__):
-        _logger.warning(note)
-
-
-def untested_version(version: str) -> str:
-    """A warning for versions of vLLM with which the plugin was not tested, else empty."""
     tested = {name.rpartition(".")[0] for name in (OLDEST_TESTED, NEWEST_TESTED)}
-    if ".".join(version.split(".")[:2]) in tested:
-        return ""
-    return (
-        f"vLLM {version}: bosch was tested with {OLDEST_TESTED} to {NEWEST_TESTED}; where tokens "
-        "or the cache are not as expected, install one of these"
-    )
+    if ".".join(version.split(".")[:2]) not in tested:
+        _logger.warning(
+            f"vLLM {version}: bosch was tested with {OLDEST_TESTED} to {NEWEST_TESTED}; where "
+            "tokens or the cache are not as expected, install one of these"
+        )
 
 
 def own_groups(vllm_config: Any) -> bool:
@@ -81,7 +65,7 @@ def own_groups(vllm_config: Any) -> bool:
 def plan_of(vllm_config: Any) -> planner.ModulePlan:
     """Plan of the attention modules; raises UserError for sinks, or heads that cannot be shared."""
     model = vllm_config.model_config
-    layouts = served_layouts(model.hf_config)
+    layouts = served_layouts(model.hf_config).values()
     sinks = max(layout.sinks for layout in layouts)
     if sinks:
         raise UserError(

@@ -24,7 +24,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.utils import extract_layer_index
 
-from bosch.engines.vllm.checks import check_engine, plan_of
+from bosch.engines.vllm.checks import check_engine, plan_of, served_layouts
 from bosch.engines.vllm.groups import groups_of_modules, module_name
 from bosch.engines.vllm.plan import Module, rank_order
 from bosch.errors import UserError
@@ -34,8 +34,6 @@ from bosch.model.published import published_names
 
 _TRANSFORMERS = "TransformersForCausalLM"
 _TRANSFORMERS_EXPERTS = "TransformersMoEForCausalLM"
-# Families whose linear attention vLLM's own class computes.
-_WITH_LINEAR_ATTENTION = ("FalconH1", "OlmoHybrid", "Qwen3Next", "Qwen3_5")
 
 
 class SplitAttention(nn.Module):
@@ -116,6 +114,10 @@ class HybridMixin:
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         check_engine()
         plan = self._hybrid_plan = plan_of(vllm_config)
+        self._hybrid_rows = {
+            layer: row
+            for row, layer in enumerate(served_layouts(vllm_config.model_config.hf_config))
+        }
         rank = get_tensor_model_parallel_rank()
         parent: Any = super()
         with _recorded_arguments() as records:
@@ -127,7 +129,8 @@ class HybridMixin:
             if not isinstance(attention, Attention):
                 continue
             layer = extract_layer_index(attention.layer_name)
-            modules, used = plan.modules[layer], plan.used(layer, rank)
+            row = self._hybrid_rows[layer]
+            modules, used = plan.modules[row], plan.used(row, rank)
             arguments = records[attention.layer_name]
             if arguments["num_kv_heads"] != used[-1].stop or layer in split:
                 raise UserError(
@@ -171,8 +174,7 @@ class HybridMixin:
         module: Any = self
         parent: Any = super()
         orders = {
-            layer: rank_order(self._hybrid_plan, layer)
-            for layer in range(len(self._hybrid_plan.heads))
+            layer: rank_order(self._hybrid_plan, row) for layer, row in self._hybrid_rows.items()
         }
         places = module.config.hybrid_attention["weights"]
         weights = ((name, in_order(name, x, places, orders)) for name, x in weights)
@@ -209,8 +211,7 @@ def _with_base_config(vllm_config: Any) -> Any:
 def hybrid_engine_class(base: str) -> Any:
     """Model class for vLLM of the hybrids of a model class of transformers."""
     # vLLM inspects the class before the checks that refuse these families.
-    takes_images = base in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
-    refused = takes_images or base.startswith(_WITH_LINEAR_ATTENTION)
+    refused = base in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
     own_classes = {} if refused else {name.lower(): name for name in ModelRegistry.models}
     architecture = own_classes.get(base.lower())
     backend = _TRANSFORMERS_EXPERTS if "moe" in base.lower() else _TRANSFORMERS

@@ -11,7 +11,7 @@ nor vLLM.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -250,17 +250,16 @@ def _best_plan(
     # With more ranks than heads vLLM gives each rank a copy of one head.
     shards = min(ranks, heads)
     heads //= shards
-    spans: dict[int | None, dict[int, tuple[int, int]]] = {}
+    # From the first head on any shard to the last.
+    firsts: _Heads = defaultdict(dict)
+    counts: _Heads = defaultdict(dict)
     for layer, row in enumerate(rows):
-        for (window, _), (start, end) in zip(
-            row, pairwise(accumulate((n for _, n in row), initial=0)), strict=True
-        ):
-            if end > start:
-                # From the first head on any shard to the last.
-                spans.setdefault(window, {})[layer] = (start // shards, -(-end // shards))
-    counts = {w: {i: end - first for i, (first, end) in of.items()} for w, of in spans.items()}
+        for (window, count), end in zip(row, accumulate(n for _, n in row), strict=True):
+            if count:
+                firsts[window][layer] = (end - count) // shards
+                counts[window][layer] = -(-end // shards) - firsts[window][layer]
     choices = []
-    for cuts in [_whole(counts)] if own_groups else _cuts(counts, heads, len(rows)):
+    for cuts in _cuts(counts, heads, len(rows), own_groups):
         kinds: _Kinds = Counter()
         for window, cut in cuts.items():
             kinds.update((window, size) for sizes in cut.values() for size in sizes)
@@ -271,7 +270,7 @@ def _best_plan(
     modules: list[list[Module]] = [[] for _ in rows]
     for window in sorted(cuts, key=lambda w: (w is not None, -(w or 0))):
         for layer, sizes in cuts[window].items():
-            first = spans[window][layer][0]
+            first = firsts[window][layer]
             for size in sizes:
                 modules[layer].append(Module(window, min(first, heads - size), size))
                 first += size
@@ -279,22 +278,22 @@ def _best_plan(
     return ModulePlan(ranks, shards, heads_of, tuple(map(tuple, modules)), own_groups)
 
 
-# Sizes of the modules that cover the heads of a window, by layer.
+# By window and layer; and the sizes of the modules that cover a window's heads, by layer.
+_Heads: TypeAlias = dict[int | None, dict[int, int]]
 _Cut: TypeAlias = dict[int, list[int]]
 
 
-def _whole(counts: Mapping[int | None, Mapping[int, int]]) -> dict[int | None, _Cut]:
-    return {window: {layer: [n] for layer, n in of.items()} for window, of in counts.items()}
-
-
 def _cuts(
-    counts: Mapping[int | None, Mapping[int, int]], heads: int, layers: int
+    counts: _Heads, heads: int, layers: int, own_groups: bool
 ) -> Iterator[dict[int | None, _Cut]]:
     """Cuts by window into sizes that divide the widest, down to a smallest that may be filled up.
 
     Of all sizes but the smallest there is a multiple of some number of modules, so that they fill
-    groups; the rest is cut further.
+    groups; the rest is cut further. The plugin's own groups need no cut.
     """
+    if own_groups:
+        yield {w: {layer: [n] for layer, n in of.items()} for w, of in counts.items()}
+        return
     numbers = sorted({-(-layers * twelfths // 12) for twelfths in range(1, 13)})
     doubled = {n << k for n in (1, 3) for k in range(heads.bit_length())}
     for widest, number in product(sorted({n for n in doubled if n < heads} | {heads}), numbers):
@@ -323,8 +322,6 @@ def _cut(counts: Mapping[int, int], sizes: Sequence[int], number: int) -> _Cut:
 
 def layers_refusal(kinds: DecoderLayers) -> str | None:
     """Why the plugin does not serve a model with these layers; None if it does."""
-    if kinds.states or len(kinds.full) + len(kinds.windows) < kinds.count:
-        return "it has layers without attention, or with other states"
     if kinds.windows and (kinds.own_heads, kinds.own_head_dim) != (kinds.heads, kinds.head_dim):
         return "its layers that slide in the original have another number or size of heads"
     return None
@@ -361,11 +358,11 @@ def request_bytes(
 ) -> int | None:
     """Bytes of cache that vLLM reserves for a request on one large GPU; None if not served.
 
-    `rows` are the heads by window of the layers with full attention in the original, `longest` are
-    the model's positions.
+    None, too, for models with states, to whose size vLLM adapts its pages. `rows` are the heads by
+    window of the layers with full attention in the original, `longest` are the model's positions.
     """
     sinks = any(window.sinks for row in rows for window in row if window is not None)
-    if sinks or layers_refusal(kinds):
+    if sinks or kinds.states or layers_refusal(kinds):
         return None
     own_windows: list[EngineHeads] = [{window: kinds.heads} for window in kinds.windows.values()]
     plan, request = gpu_plan([*engine_heads(rows), *own_windows], longest, tokens)
