@@ -223,7 +223,7 @@ def _own_tasks(
     """RULER's tasks, NoLiMa and MRCR by length; the files of rows are dealt to the ranks."""
     section = config.section
     ruler, names = section.ruler, section.own_tasks
-    data: Mapping[str, str] = dict(section.data)
+    data: Mapping[str, str] = {str(name): place for name, place in section.data.items()}
     if not names:
         return []
     every = list(itertools.product(ruler.lengths, names))
