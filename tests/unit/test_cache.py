@@ -411,18 +411,17 @@ def test_tokens_beyond_the_end_of_a_static_cache_are_refused(full: int) -> None:
         layer.update(last, last)
 
 
-@pytest.mark.parametrize("kind", ["static", "dynamic"])
-@pytest.mark.parametrize("heads", [1, 2, 5])
-def test_states_of_another_number_of_heads_are_refused(kind: str, heads: int) -> None:
+@pytest.mark.parametrize("room", [None, 10])
+@pytest.mark.parametrize("before", [0, 1])
+def test_states_of_another_number_of_heads_are_refused(room: int | None, before: int) -> None:
     """As if heads were split over processes; in the first pass and later."""
-    layouts, room = [full_first(1, 4, Window(4))], (10,) if kind == "static" else ()
-    states = torch.zeros(1, heads, 3, 4)
-    for before in (0, 1):
-        cache = HybridCache(layouts, *room)
+    for heads in (1, 2, 5):
+        cache, states = HybridCache([full_first(1, 4, Window(4))], room), torch.zeros(1, 4, 3, 4)
         for _ in range(before):
-            cache.update(torch.zeros(1, 4, 3, 4), torch.zeros(1, 4, 3, 4), 0)
-        with pytest.raises(ValueError, match=f"4 KV heads and would get states of {heads}"):
             cache.update(states, states, 0)
+        other = torch.zeros(1, heads, 3, 4)
+        with pytest.raises(ValueError, match=f"4 KV heads and would get states of {heads}"):
+            cache.update(other, other, 0)
         assert cache.get_seq_length() == 3 * before
 
 
@@ -455,15 +454,13 @@ def test_a_cache_of_transformers_that_records_the_past_still_does_as_a_hybrids()
     torch.testing.assert_close(again, hybrid(ids, use_cache=False).logits[:, -12:], **_NEAR)
 
 
-@pytest.mark.parametrize("kind", ["static", "dynamic"])
-def test_an_offloaded_cache_is_not_cut_after_attention(kind: str) -> None:
+def test_an_offloaded_cache_is_not_cut_after_attention() -> None:
     """The copies on the host might not be complete yet."""
     config = small_model().config
-    cache = StaticCache(config, LENGTH) if kind == "static" else DynamicCache()
-    cache.offloading = True  # its constructor wants a GPU
-    layers = cache.layers
-    adopt_cache(_hybrid(0), cache)
-    assert cache.layers is layers
+    for cache in (StaticCache(config, LENGTH), DynamicCache()):
+        cache.offloading, layers = True, cache.layers  # its constructor wants a GPU
+        adopt_cache(_hybrid(0), cache)
+        assert cache.layers is layers
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])

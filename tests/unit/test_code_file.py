@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import json
-import subprocess
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from bosch import hybrid as hybrid_file
 from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
 from bosch.window import Window
-from tests.elsewhere import ROOT, run_elsewhere, run_python
+from tests.elsewhere import run_elsewhere, run_python
 from tests.hybrid_case import mask_of, of_choices, small_model, tokens
 
 WINDOW, SINKS = 7, 2
@@ -184,30 +183,10 @@ def test_models_loaded_with_bosch_carry_the_file_when_saved(tmp_path: Path) -> N
 
 def test_the_code_file_imports_only_torch_and_transformers() -> None:
     """Also inside a function, which the tests above might not call."""
-    tree = ast.parse(Path(hybrid_file.__file__).read_text())
-    imported = {
-        name.partition(".")[0]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for name in (
-            [node.module or "."]
-            if isinstance(node, ast.ImportFrom)
-            else [a.name for a in node.names]
-        )
-    }
-    assert imported - sys.stdlib_module_names == {"torch", "transformers"}
-
-
-def test_masks_and_errors_need_no_torch() -> None:
-    code = (
-        "import sys, bosch\n"
-        "from bosch.errors import UserError\n"
-        "from bosch.masks import HeadMask\n"
-        "bosch.Window(4), bosch.HeadMask, bosch.swa_budget\n"
-        "assert not {'torch', 'transformers'} & set(sys.modules), 'heavy import'\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    text = Path(hybrid_file.__file__).read_text()
+    imported = set(re.findall(r"^ *(?:from|import) +([\w.]*)", text, re.MULTILINE))
+    roots = {name.partition(".")[0] for name in imported}
+    assert roots - sys.stdlib_module_names == {"torch", "transformers"}
 
 
 @pytest.fixture(scope="module")

@@ -191,6 +191,7 @@ LIGHT = (
     "bosch.search.methods",
 )
 TORCH_FREE = (
+    "bosch.budget",
     "bosch.masks",
     "bosch.mask_files",
     "bosch.backends",

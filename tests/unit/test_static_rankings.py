@@ -287,16 +287,12 @@ def test_the_most_local_groups_become_sliding_exactly_on_budget(ratio, most_loca
     assert ranked.tied == 0
 
 
-def test_equal_scores_go_by_index_and_are_counted():
+def test_equal_scores_go_by_index_and_are_counted_and_units_by_their_mean():
     scores = np.array([[0.0, 0.0, 2.0, 2.0], [2.0, 2.0, 2.0, 2.0]])
     ranked = rank_units(scores, 2, 0.5, "largest")
-    assert sliding_heads(ranked.is_full) == [[1], [0]]
-    assert ranked.tied == 3
+    assert (sliding_heads(ranked.is_full), ranked.tied) == ([[1], [0]], 3)
     assert rank_units(scores, 2, 0.75, "largest").tied == 0
     assert rank_units(np.ones((2, 4)), 2, 0.0, "largest").tied == 0
-
-
-def test_a_unit_of_several_heads_is_ranked_by_their_mean():
     ranked = rank_units(np.array([[0.0, 10.0], [6.0, 6.0]]), 2, 0.5, "smallest", 2)
     assert sliding_heads(ranked.is_full) == [[0, 1], []]
 
@@ -309,12 +305,6 @@ def test_nan_and_infinite_scores_are_refused():
         model.get_decoder().layers[0].self_attn.q_proj.weight[0, 0] = math.nan
     with pytest.raises(RunError, match=r"layers\.0\.self_attn\.q_proj\.weight of the model"):
         static_mask("dcam", model, calibration, WINDOW, HALF)
-
-
-@pytest.mark.parametrize("name", RANKINGS)
-def test_a_scorer_without_a_model_is_refused(name):
-    with pytest.raises(UserError, match=f"method '{name}' reads the attention of a model"):
-        run_method(name, WindowLandscape("additive", (2, 4), (16,)), HALF)
 
 
 def test_a_ranking_leaves_the_model_as_it_was():
@@ -361,6 +351,8 @@ def test_a_ranking_finds_the_planted_local_heads(name):
     model, calibration, is_full = planted()
     ranked = static_mask(name, model, calibration, WINDOW, HALF)
     assert (ranked.is_full == is_full).all()
+    with pytest.raises(UserError, match=f"method '{name}' reads the attention of a model"):
+        run_method(name, WindowLandscape("additive", (2, 4), (16,)), HALF)
 
 
 @pytest.mark.parametrize(("name", "passes"), [("dcam", 1.0), ("razor", None), ("fisher", 4.0)])
