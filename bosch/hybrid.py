@@ -1296,7 +1296,10 @@ def _reorder_adapters(hybrid: HybridModelMixin, weights: dict[str, Tensor], *_: 
     attention, and for adapters of an unknown model.
     """
     configs: Mapping[str, Any] = getattr(hybrid, "peft_config", {})
-    foreign = {name for name, config in configs.items() if not _is_of_hybrid(config, hybrid)}
+    own = hybrid.config.name_or_path or ""
+    foreign = {
+        name for name, x in configs.items() if not is_of_hybrid(x.base_model_name_or_path, own)
+    }
     if not foreign:
         return
     table = hybrid.config.hybrid_attention
@@ -1322,16 +1325,15 @@ def _reorder_adapters(hybrid: HybridModelMixin, weights: dict[str, Tensor], *_: 
         if (kind == "lora_A") is (axis == 1):
             weights[name] = reorder_weight(weight, axis, sizes, orders[int(place[1])])
     for adapter in moved:
-        configs[adapter].base_model_name_or_path = hybrid.config.name_or_path
+        configs[adapter].base_model_name_or_path = own
 
 
-def _is_of_hybrid(adapter: Any, hybrid: PreTrainedModel) -> bool:
-    """Whether an adapter was trained on the hybrid, and not on its base model."""
-    trained_on = adapter.base_model_name_or_path
-    if (trained_on or "") == hybrid.config.name_or_path:
+def is_of_hybrid(trained_on: str | None, hybrid: str) -> bool:
+    """Whether an adapter was trained on the model of this name, and not on its base model."""
+    if (trained_on or "") == hybrid:
         return True
     try:
-        content, _ = PreTrainedConfig.get_config_dict(trained_on)
+        content, _ = PreTrainedConfig.get_config_dict(trained_on or "")
     except Exception as error:
         raise ValueError(
             f"an adapter was trained on {trained_on!r}, which cannot be read, so the order of its "

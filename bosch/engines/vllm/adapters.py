@@ -6,10 +6,9 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from bosch.hybrid import _is_of_hybrid, deploy_order, reorder_weight
+from bosch.hybrid import deploy_order, is_of_hybrid, reorder_weight
 
 
 def reorder_base_adapters() -> None:
@@ -25,8 +24,7 @@ def reorder_base_adapters() -> None:
         config = self._adapter_manager.model.config
         if table := getattr(config, "hybrid_attention", None):
             content = json.loads((Path(request.lora_path) / "adapter_config.json").read_text())
-            adapter = SimpleNamespace(base_model_name_or_path=content["base_model_name_or_path"])
-            if not _is_of_hybrid(adapter, SimpleNamespace(config=config)):
+            if not is_of_hybrid(content["base_model_name_or_path"], config.name_or_path):
                 reorder(lora.loras, table)
         return lora
 
