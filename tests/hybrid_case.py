@@ -192,14 +192,6 @@ FAMILY_NAMES = tuple(_EXTRA)
 _EIGHT = ("qwen3", "llama", "gemma3", "gpt_oss", "qwen3_moe", "phi3", "olmo3", "qwen3_next")
 ALL_FAMILIES = os.environ.get("BOSCH_TESTS") == "full"
 TESTED = FAMILY_NAMES if ALL_FAMILIES else _EIGHT
-PARTLY_SLIDING = tuple(name for name in TESTED if _EXTRA[name].get("sliding_window"))
-# Only full attention in every layer, so that the number of layers may change.
-PLAIN = tuple(
-    name
-    for name in TESTED
-    if name not in _TEXT
-    and not any(key.startswith(("layer", "attn_layer", "mamba")) for key in _EXTRA[name])
-)
 
 
 def small_config(family: str = "qwen3", **changes: Any) -> Any:

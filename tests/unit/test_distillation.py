@@ -176,9 +176,6 @@ def test_no_model_computes_all_logits_at_once(monkeypatch: pytest.MonkeyPatch) -
     assert states.grad is not None
 
 
-SHORT = {"total_tokens": 512, "checkpoint_tokens": [], "teacher": "original"}
-
-
 def test_training_with_a_teacher_resumes_after_a_kill(case: Path, tmp_path: Path) -> None:
     train = {"teacher": "original", "learning_rate": 3e-3}
     train_here(case, tmp_path / "whole", train=train)

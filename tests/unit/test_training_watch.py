@@ -37,8 +37,6 @@ from tests.training_case import (
     train_here,
 )
 
-BASE = Path(__file__).resolve().parents[2] / "recipes" / "quickstart" / "base_model"
-
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
