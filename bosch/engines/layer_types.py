@@ -58,7 +58,7 @@ def plain_config(config: PreTrainedConfig) -> Any:
         raise UserError("no head of this model slides: use its original")
     plain: PreTrainedConfig = CONFIG_MAPPING[base_type(config)].from_dict(base_content(config))
     # Without a class's name vLLM takes the directory for a model that generates nothing.
-    plain.architectures = [name.removeprefix("Hybrid") for name in config.architectures]
+    plain.architectures = [name.removeprefix("Hybrid") for name in config.architectures or ()]
     text, (size,) = text_config(plain), sizes
     own = getattr(text, "layer_types", None) or [FULL_ATTENTION] * text.num_hidden_layers
     if _SLIDING in own and text.sliding_window != size:

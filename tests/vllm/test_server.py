@@ -83,9 +83,9 @@ def test_the_cache_holds_what_the_plan_states(client: OpenAI, log: Path) -> None
     """With the documented command, which sets only the memory of the cache."""
     config = json.loads((QUICKSTART / "config.json").read_text())
     length = config["max_position_embeddings"]
-    plan = module_plan(engine_heads(QUICKSTART_MASK.mask.layers))
-    in_flight = batch_tokens(plan.sliding_windows, 2048)
+    in_flight = batch_tokens([window.size for window in QUICKSTART_MASK.mask.menu], 2048)
     request = Request(length, CPU_BLOCK_SIZE, in_flight)
+    plan = module_plan(engine_heads(QUICKSTART_MASK.mask.layers), request)
     held = plan.request_bytes(request, 2 * config["head_dim"] * 4)
     line = re.search(r"CPU KV cache size: ([\d,]+) tokens", log.read_text())
     assert line is not None

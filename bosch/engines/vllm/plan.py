@@ -163,9 +163,9 @@ class ModulePlan:
 
     def heads_on(self, layer: int, shard: int) -> dict[int | None, int]:
         """KV heads of each window of a layer on a shard; the first shards may have one more."""
-        ends = accumulate(self.heads[layer].values())
-        ends = [0, *(end // self.shards + (shard < end % self.shards) for end in ends)]
-        counts = (end - start for start, end in pairwise(ends))
+        shards, ends = self.shards, accumulate(self.heads[layer].values())
+        own_ends = (end // shards + (shard < end % shards) for end in ends)
+        counts = (end - start for start, end in pairwise([0, *own_ends]))
         return dict(zip(self.heads[layer], counts, strict=True))
 
     def used(self, layer: int, rank: int) -> list[range]:
