@@ -76,12 +76,13 @@ def speed(folders: list[str], requests: list[int], lengths: list[int], repeats: 
     import torch
     from vllm import LLM
 
+    gpu = torch.cuda.is_available()
     models = [
         LLM(
-            folder, enforce_eager=True, max_model_len=max(lengths) + _NEW_TOKENS,
-            max_num_seqs=max(requests), enable_prefix_caching=False, seed=0,
-            dtype="bfloat16" if torch.cuda.is_available() else "float32",
-            kv_cache_memory_bytes=_GIB if torch.cuda.is_available() else None,
+            folder, skip_tokenizer_init=True, max_model_len=max(lengths) + _NEW_TOKENS,
+            max_num_seqs=max(requests), enable_prefix_caching=False, enforce_eager=not gpu,
+            dtype="bfloat16" if gpu else "float32", gpu_memory_utilization=0.45,
+            kv_cache_memory_bytes=_GIB if gpu else None,
         )
         for folder in folders
     ]  # fmt: skip
