@@ -375,7 +375,7 @@ def test_the_plugin_checks_before_and_sets_options_after_the_familys_own_hook(
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(ModelRegistry=registry))
     config = SimpleNamespace(MODELS_CONFIG_MAP=hooks, VerifyAndUpdateConfig=hook("vLLM's"))
     monkeypatch.setitem(sys.modules, "vllm.model_executor.models.config", config)
-    for name in ("wrap_engine", "show_user_errors_as_messages"):
+    for name in ("wrap_engine", "reorder_base_adapters", "show_user_errors_as_messages"):
         monkeypatch.setattr(plugin, name, lambda: None)
     for name in ("check_servable", "choose_cache_settings"):
         monkeypatch.setattr(plugin, name, lambda config, name=name: called.append(name))
