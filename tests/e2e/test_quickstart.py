@@ -156,10 +156,7 @@ def test_the_notebook_runs_on_a_finished_run(
 
 
 def test_the_searchs_six_heads_retrieve_and_the_rules_do_not() -> None:
-    """A published mask of the recipe's size and widest window, on questions no search has seen.
-
-    `studies.quickstart` measures the whole recipe, training included, over three seeds.
-    """
+    """A published mask of the recipe's size and widest window, on questions no search has seen."""
     recipe = load_recipe(ROOT / RECIPE, fetch=False).recipe
     file = HeadMaskFile.load(ROOT / "recipes/masks/quickstart/bosch_plus-0.875.json")
     assert file.mask.menu == (recipe.search.window,)
