@@ -1,8 +1,9 @@
 """Methods on a real model, judged after the same training (BOSCH 3.3, on any recipe's model).
 
-    launch/torchrun.sh recipes/smollm2_135m.yaml prepare.train_tokens=512k --until prepare
-    python -m studies.real_model recipes/smollm2_135m.yaml --ratios 0.75 --seeds 8 \\
-        --data runs/smollm2_135m/prepare/train --rows rows.jsonl
+    launch/torchrun.sh recipes/smollm2_135m.yaml prepare.train_tokens=256k \\
+        prepare.sequence_length=1k --until prepare
+    python -m studies.real_model recipes/smollm2_135m.yaml prepare.calibration.length=512 \\
+        --ratios 0.75 --seeds 8 --data runs/smollm2_135m/prepare/train --rows rows.jsonl
 
 Each row of the file is one method at one ratio and seed: its mask, the passes that found it, and
 what the hybrid is worth before and after a few steps towards the original's predictions. A seed
@@ -45,8 +46,10 @@ COLUMNS = ("score", "unseen", "kl", "loss")
 class TrainedModel(StudiedModel):
     """A recipe's model whose hybrids are trained and measured on packed sequences."""
 
-    def __init__(self, recipe: str, held_out: int, data: Path, unseen: str) -> None:
-        super().__init__(recipe, held_out)
+    def __init__(
+        self, recipe: str, changes: Sequence[str], held_out: int, data: Path, unseen: str
+    ) -> None:
+        super().__init__(recipe, changes, held_out)
         self.unseen = self.questions("evaluation", held_out, 0, [unseen])
         rows = load_from_disk(str(data))
         self.sequences = [torch.tensor(row["input_ids"]) for row in rows]
@@ -210,7 +213,9 @@ def main() -> None:
     ]  # fmt: skip
     model = None
     for method, ratio, seed in wanted:
-        model = model or TrainedModel(chosen.recipe, chosen.held_out, chosen.data, chosen.unseen)
+        model = model or TrainedModel(
+            chosen.recipe, chosen.changes, chosen.held_out, chosen.data, chosen.unseen
+        )
         batches = batches_of(len(model.sequences), seed, chosen.steps, chosen.batch)
         rows.append(model.row(method, ratio, seed, chosen.budget, batches))
         with chosen.rows.open("a") as file:

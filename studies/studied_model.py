@@ -35,8 +35,8 @@ PAPER_METHODS = ("intr", "razor", "fisher", "bosch", "bosch_plus")
 class StudiedModel:
     """A recipe's model in search mode, with its calibration set and other questions held out."""
 
-    def __init__(self, recipe: str, held_out: int) -> None:
-        self.recipe = load_recipe(recipe, []).recipe
+    def __init__(self, recipe: str, changes: Sequence[str], held_out: int) -> None:
+        self.recipe = load_recipe(recipe, changes).recipe
         model = self.recipe.model
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.model = load_model(model.path, device=device, **model.loading)
@@ -93,6 +93,7 @@ def options(description: str | None, ratios: str) -> argparse.ArgumentParser:
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("recipe", help="a recipe, like recipes/study/enumerable.yaml")
+    parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="changes of the recipe")
     parser.add_argument("--ratios", type=_numbers, default=_numbers(ratios), metavar="RHO,RHO,…")
     parser.add_argument(
         "--methods", type=lambda text: tuple(text.split(",")), default=PAPER_METHODS,
