@@ -57,6 +57,7 @@ class TrainedModel(StudiedModel):
         self._head = self.model.get_output_embeddings().weight.detach().clone()
         self._teachers: dict[int, Tensor] = {}
         self._seed, self._log = 0, EvaluationLog(None, self.calibration.context)
+        self._untrained: dict[HeadMask, dict[str, float]] = {}
 
     def restore(self) -> None:
         """Give the model its own weights again, with every head full."""
@@ -142,12 +143,13 @@ class TrainedModel(StudiedModel):
             self._seed, self._log = seed, EvaluationLog(None, self.calibration.context)
         self.remember([*range(-HELD_OUT_SEQUENCES, 0), *(n for batch in batches for n in batch)])
         run = self.search(method, ratio, seed, budget, self._log)
-        untrained = self.worth(run.mask)
+        if run.mask not in self._untrained:  # the held-out questions and text have no seed
+            self._untrained[run.mask] = self.worth(run.mask)
         trace = self.train(run.mask, batches)
         return {
             "method": method, "ratio": ratio, "seed": seed, "windows": run.mask.windows,
-            "passes": run.costs["full_forward_equivalents"], "untrained": untrained, "steps": trace,
-            "trained": self.worth(run.mask),
+            "passes": run.costs["full_forward_equivalents"],
+            "untrained": self._untrained[run.mask], "steps": trace, "trained": self.worth(run.mask),
         }  # fmt: skip
 
 
