@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bosch.errors import RunError
+from bosch.files import remove
 from data_prep.tasks.needles import Needle, SeedSpace
 from data_prep.tasks.ruler import Corpus, make_rows, read_rows, write_rows
 from data_prep.tasks.words import OWN_WORDS
@@ -36,7 +37,8 @@ class Prompt:
 
 def write_calibration(folder: Path, prompts: Iterable[Prompt], examples: int) -> None:
     """Write prompts.jsonl; those after `examples` are spare."""
-    folder.mkdir(parents=True, exist_ok=True)
+    remove(folder)  # a killed run leaves a part of a file
+    folder.mkdir(parents=True)
     records = (asdict(prompt) | {"spare": i >= examples} for i, prompt in enumerate(prompts))
     write_rows(folder / _PROMPTS, records)
 

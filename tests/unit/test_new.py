@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset, DatasetDict
+from datasets import Dataset
 
 from pipeline.cli import main
 from pipeline.recipe.load import load_recipe
@@ -35,8 +35,6 @@ def _write_table(folder: Path, *fields: str) -> None:
             {"kind": "jsonl"},
         ),
         (lambda to: _write_table(to, "text", "summary"), {"kind": "parquet"}),
-        (lambda to: DatasetDict(test=Dataset.from_dict({"text": ["some"]})).save_to_disk(to),
-         {"kind": "huggingface", "split": "test"}),
         (lambda to: Dataset.from_dict({"text": ["some"]}).save_to_disk(to),
          {"kind": "huggingface"}),
         (lambda to: shutil.copytree(ROOT / "tests/data/mds/text", to, dirs_exist_ok=True),

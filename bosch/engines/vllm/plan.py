@@ -263,6 +263,9 @@ def _best_plan(
         kinds: _Kinds = Counter()
         for window, cut in cuts.items():
             kinds.update((window, size) for sizes in cut.values() for size in sizes)
+        largest = max(size for _, size in kinds)
+        if not own_groups and any(largest % size for _, size in kinds):  # no module is the widest
+            continue
         pool = (_own_pool if own_groups else _engine_pool)(kinds, request)
         choices.append((kinds.total() + _GROUP_COST * pool.groups, pool.reserved, cuts))
     limit = _FEWER * min(reserved for _, reserved, _ in choices)

@@ -77,6 +77,8 @@ def _open_dataset(path: str, subset: str | None, split: str, revision: str | Non
         return load_dataset(str(folder), subset, split=split, streaming=True)
     dataset = load_from_disk(str(folder))
     if isinstance(dataset, DatasetDict):
+        if split not in dataset:
+            raise ValueError(f"there is no split '{split}', but {', '.join(dataset)}")
         dataset = dataset[split]
     return dataset.to_iterable_dataset(num_shards=max(1, len(dataset.cache_files)))
 
