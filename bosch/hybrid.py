@@ -1288,6 +1288,25 @@ def reorder_weight(weight: Tensor, axis: int, sizes: Sequence[int], order: Seque
     return torch.cat(parts, axis) if len(parts) > 1 else parts[0]
 
 
+def heads_in(
+    name: str, table: Mapping[str, Any]
+) -> tuple[int, Sequence[int], list[int], str] | None:
+    """Where the linear map at the beginning of `name` has heads, by config.hybrid_attention.
+
+    Axis and sizes as in `reorder_weight`, the order of heads, and the rest of the name; None for
+    other modules.
+    """
+    place = re.search(r"(?:^|\.)layers\.(\d+)\.(.+)$", name)
+    if place is None or int(place[1]) not in table["layers"]:
+        return None
+    row = table["windows"][table["layers"].index(int(place[1]))]
+    for weight, (axis, sizes) in table["weights"].items():
+        linear = weight.removesuffix(".weight")
+        if f"{place[2]}.".startswith(f"{linear}."):
+            return axis, sizes, deploy_order(row), place[2][len(linear) + 1 :]
+    return None
+
+
 def _reorder_adapters(hybrid: HybridModelMixin, weights: dict[str, Tensor], *_: object) -> None:
     """Hook of `load_state_dict`: give LoRA adapters of the base model the hybrid's order of heads.
 
@@ -1302,17 +1321,14 @@ def _reorder_adapters(hybrid: HybridModelMixin, weights: dict[str, Tensor], *_: 
     }
     if not foreign:
         return
-    table = hybrid.config.hybrid_attention
-    orders = dict(zip(table["layers"], map(deploy_order, table["windows"]), strict=True))
-    linear = "|".join(re.escape(name.removesuffix(".weight")) for name in table["weights"])
-    inside = re.compile(rf"(?:^|\.)layers\.(\d+)\.({linear})\.(.+)$")
     moved = set()
     for name, weight in weights.items():
-        place = inside.search(name)
-        if place is None or int(place[1]) not in orders:
+        found = heads_in(name, hybrid.config.hybrid_attention)
+        if found is None:
             continue
-        kind, *rest = place[3].split(".")
-        adapter = next((part for part in rest if part in foreign), None)
+        axis, sizes, order, rest = found
+        kind, *names = rest.split(".")
+        adapter = next((part for part in names if part in foreign), None)
         if adapter is None:
             continue
         if kind not in ("lora_A", "lora_B", "lora_magnitude_vector"):
@@ -1321,9 +1337,8 @@ def _reorder_adapters(hybrid: HybridModelMixin, weights: dict[str, Tensor], *_: 
                 "on the hybrid, or merge it into the base model before materialize"
             )
         moved.add(adapter)
-        axis, sizes = table["weights"][f"{place[2]}.weight"]
         if (kind == "lora_A") is (axis == 1):
-            weights[name] = reorder_weight(weight, axis, sizes, orders[int(place[1])])
+            weights[name] = reorder_weight(weight, axis, sizes, order)
     for adapter in moved:
         configs[adapter].base_model_name_or_path = own
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bosch.commands import Command
-from bosch.errors import UserError
+from bosch.errors import RunError, UserError
 from bosch.files import write_text
 from data_prep.documents.sources import KINDS, Source, text_field
 from data_prep.documents.sources.mds import INDEX
@@ -183,7 +183,9 @@ def _source_of(data: str) -> Source:
     pattern = os.path.join(glob.escape(data), _JSON_BELOW) if is_json else data
     source = Source("mine", kind, os.path.expanduser(pattern))
     field = source.text_field
-    with contextlib.suppress(Exception):  # `run` says why its first document cannot be read
+    with contextlib.suppress(
+        UserError, RunError
+    ):  # `run` says why its first document cannot be read
         field = text_field(source)
     return replace(source, path=pattern, text_field=field)
 

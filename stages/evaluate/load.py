@@ -23,7 +23,7 @@ from lm_eval.tasks import TaskManager
 from bosch.errors import RunError, UserError
 from bosch.progress import progress
 from data_prep.documents.calibration import CalibrationNeedles
-from data_prep.tasks.ruler import Corpus, make_rows, write_rows
+from data_prep.tasks.ruler import Corpus, make_rows, read_rows, write_rows
 from data_prep.text import haystack_words
 from stages.context import StageConfig
 from stages.evaluate.lm import LanguageModel
@@ -232,8 +232,14 @@ def _own_tasks(
     def rows(task: str, length: int) -> Iterator[dict[str, Any]]:
         count, seed, new_tokens = ruler.samples, config.seed, ruler.new_tokens(task)
         if task in MAKERS:
-            folder = Path(data[task])
-            yield from MAKERS[task](folder, length, count, seed, new_tokens, tokenizer)
+            place = Path(data[task])
+            local = [*MAKERS[task](place, length, count, seed, new_tokens, tokenizer)]
+            if not local:
+                raise UserError(
+                    f"evaluate.data: {place} has no prompt of {task} for {length:,} tokens; choose "
+                    "other evaluate.ruler.lengths"
+                )
+            yield from local
             return
         made = make_rows(
             task, length, count, seed=seed, new_tokens=new_tokens, corpus=corpus,
@@ -258,10 +264,14 @@ def _own_tasks(
     if faults := gather_object(faults):
         raise faults[0][0]("\n".join(text for _, text in faults))
     count = min(ruler.samples, section.limit or ruler.samples)
-    return [
-        AskedTask(_suite(task), task, length, count, _builder(folder, task, length, section))
-        for length, task in every
-    ]
+    asked = []
+    for length, task in every:
+        there = count  # a folder may have fewer
+        if task in MAKERS:
+            there = min(count, len(read_rows(_file(folder, task, length))))
+        builder = _builder(folder, task, length, section)
+        asked.append(AskedTask(_suite(task), task, length, there, builder))
+    return asked
 
 
 def _suite(task: str) -> str:

@@ -262,3 +262,18 @@ def test_mrcrs_prompt_and_score_are_as_by_hand(tmp_path: Path) -> None:
     for output, score in (("xyzRoses.", 1.0), (" xyzRose", 2 * 4 / (4 + 6)), ("Roses.", 0.0)):
         found_score = task.process_results(task.eval_docs[0], [output])["score"]
         assert found_score == pytest.approx(score)
+
+
+def test_a_folder_with_fewer_prompts_than_samples_counts_its_own_and_none_is_refused(
+    folder: Path, tmp_path: Path
+) -> None:
+    row = {"prompt": json.dumps([{"role": "user", "content": "word " * 30}]), "answer": "xyz"}
+    (tmp_path / "mrcr").mkdir()
+    (tmp_path / "mrcr/a.jsonl").write_text(json.dumps({**row, "random_string_to_prepend": "x"}))
+    options: Any = {"data": {"mrcr": str(tmp_path / "mrcr")}, "work": tmp_path / "rows"}
+    prompt = len(tiny_tokenizer()("User: " + "word " * 30 + "\n\nAssistant:")["input_ids"])
+    ruler = {"lengths": [prompt + 20], "samples": 9, "max_new_tokens": 9}
+    [task] = loaded(folder, "mrcr", ruler=ruler, **options).tasks
+    assert task.documents == 1
+    with pytest.raises(UserError, match="has no prompt of mrcr for 4,000 tokens"):
+        loaded(folder, "mrcr", ruler={**ruler, "lengths": [4000]}, **options)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bosch.hybrid import deploy_order, is_of_hybrid, reorder_weight
+from bosch.hybrid import heads_in, is_of_hybrid, reorder_weight
 
 
 def reorder_base_adapters() -> None:
@@ -24,7 +23,7 @@ def reorder_base_adapters() -> None:
         config = self._adapter_manager.model.config
         if table := getattr(config, "hybrid_attention", None):
             content = json.loads((Path(request.lora_path) / "adapter_config.json").read_text())
-            if not is_of_hybrid(content["base_model_name_or_path"], config.name_or_path):
+            if not is_of_hybrid(content.get("base_model_name_or_path"), config.name_or_path):
                 reorder(lora.loras, table)
         return lora
 
@@ -33,13 +32,8 @@ def reorder_base_adapters() -> None:
 
 def reorder(loras: Mapping[str, Any], table: Mapping[str, Any]) -> None:
     """Give vLLM's adapter weights by module name the order of heads of `hybrid_attention`."""
-    orders = dict(zip(table["layers"], map(deploy_order, table["windows"]), strict=True))
     for name, lora in loras.items():
-        place = re.search(r"(?:^|\.)layers\.(\d+)\.(.+)$", name)
-        if place is None or int(place[1]) not in orders:
-            continue
-        if (found := table["weights"].get(f"{place[2]}.weight")) is not None:
-            axis, sizes = found
+        if (place := heads_in(name, table)) is not None:
+            axis, sizes, order, _ = place
             part = "lora_b" if axis == 0 else "lora_a"
-            weight = getattr(lora, part)
-            setattr(lora, part, reorder_weight(weight, axis, sizes, orders[int(place[1])]))
+            setattr(lora, part, reorder_weight(getattr(lora, part), axis, sizes, order))
