@@ -88,7 +88,7 @@ def main() -> None:
         rows = []
         for method in chosen.methods:
             runs = [
-                model.search(method, ratio, seed, chosen.budget, log)
+                model.search(method, ratio, seed, log, budget_per_layer=chosen.budget)
                 for seed in model.seeds_of(method, chosen.seeds)
             ]
             places = [standing(run.mask, landscape) for run in runs]

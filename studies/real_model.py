@@ -30,11 +30,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from bosch.analysis.intervals import student
 from bosch.masks import HeadMask
 from bosch.model.search_mode import apply_head_mask
 from bosch.score.evaluation_log import EvaluationLog
-from studies.studied_model import StudiedModel, command, options, table
+from studies.studied_model import StudiedModel, command, interval, options, table
 
 RATE = 3e-4
 HELD_OUT_SEQUENCES = 4
@@ -142,7 +141,7 @@ class TrainedModel(StudiedModel):
             self.calibrate(seed)
             self._seed, self._log = seed, EvaluationLog(None, self.calibration.context)
         self.remember([*range(-HELD_OUT_SEQUENCES, 0), *(n for batch in batches for n in batch)])
-        run = self.search(method, ratio, seed, budget, self._log)
+        run = self.search(method, ratio, seed, self._log, budget_per_layer=budget)
         if run.mask not in self._untrained:  # the held-out questions and text have no seed
             self._untrained[run.mask] = self.worth(run.mask)
         trace = self.train(run.mask, batches)
@@ -179,7 +178,7 @@ def tables(rows: Sequence[Mapping[str, Any]], methods: Sequence[str]) -> str:
             pairs = [(by_seed[s]["trained"], first[s]["trained"]) for s in by_seed if s in first]
             if by_seed is not first and pairs:
                 above = ([own[c] - other[c] for own, other in pairs] for c in COLUMNS)
-                differences.append([name, len(pairs), *map(_interval, map(student, above))])
+                differences.append([name, len(pairs), *map(interval, above)])
         pages.append(f"## ρ = {ratio:g}\n\n{table(header, means)}")
         if differences:
             pages.append(
@@ -187,11 +186,6 @@ def tables(rows: Sequence[Mapping[str, Any]], methods: Sequence[str]) -> str:
                 + table(["method", "seeds", *COLUMNS], differences)
             )
     return "\n".join(pages)
-
-
-def _interval(estimate: Any) -> str:
-    ends = "" if estimate.low is None else f" ({estimate.low:+.3f} to {estimate.high:+.3f})"
-    return f"{estimate.mean:+.3f}{ends}"
 
 
 def main() -> None:

@@ -83,7 +83,7 @@ def main() -> None:
     print(f"# Heads that the methods choose\n\n{command('studies.selectors')}")
     masks = {
         (method, ratio): [
-            model.search(method, ratio, seed, chosen.budget).mask
+            model.search(method, ratio, seed, budget_per_layer=chosen.budget).mask
             for seed in model.seeds_of(method, chosen.seeds)
         ]
         for ratio in chosen.ratios

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from bosch.analysis.intervals import student
 from bosch.masks import HeadMask
 from bosch.model.loading import load_model
 from bosch.model.search_mode import mask_shape, prepare_for_search
@@ -70,11 +71,14 @@ class StudiedModel:
         return Objective(self.model, examples, self.recipe[SearchConfig].window, batch_size=size)
 
     def search(
-        self, method: str, ratio: float, seed: int, budget: int, log: EvaluationLog | None = None
+        self, method: str, ratio: float, seed: int, log: EvaluationLog | None = None, **changes: Any
     ) -> MethodRun:
-        """One run of a method on the calibration set; masks in `log` are not measured again."""
+        """One run of a method on the calibration set; masks in `log` are not measured again.
+
+        `changes` are of `SearchSettings`.
+        """
         settings = self.recipe[SearchConfig].settings(0, ratio)
-        settings = replace(settings, seed=self.recipe.seed + seed, budget_per_layer=budget)
+        settings = replace(settings, seed=self.recipe.seed + seed, **changes)
         return run_method(method, self.calibration, settings, log=log)
 
     def seeds_of(self, method: str, seeds: int) -> range:
@@ -119,6 +123,13 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     cells = [[f"{x:.3f}" if isinstance(x, float) else str(x) for x in row] for row in rows]
     lines = [list(header), ["---", *["---:"] * (len(header) - 1)], *cells]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def interval(values: Sequence[float]) -> str:
+    """The mean difference of pairs with its interval, which fewer than five do not have."""
+    estimate = student(values)
+    ends = "" if estimate.low is None else f" ({estimate.low:+.3f} to {estimate.high:+.3f})"
+    return f"{estimate.mean:+.3f}{ends}"
 
 
 def spread(values: Sequence[float]) -> str:
