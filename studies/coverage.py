@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from bosch.analysis.intervals import (
     Comparison,
+    Estimate,
     Interval,
     compare,
     mean_score,
@@ -106,8 +107,11 @@ def comparison_coverage(
     return difference, float(np.mean([result.p_value < 0.05 for result in results]))
 
 
-def _coverage(intervals: Iterable[Interval], truth: float) -> float:
-    covered = [interval.low - 1e-12 <= truth <= interval.high + 1e-12 for interval in intervals]
+def _coverage(intervals: Iterable[Interval | Estimate], truth: float) -> float:
+    covered = []
+    for _, low, high in intervals:
+        assert low is not None and high is not None
+        covered.append(low - 1e-12 <= truth <= high + 1e-12)
     return float(np.mean(covered))
 
 

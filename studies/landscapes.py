@@ -130,7 +130,8 @@ class Landscape:
 
 def _tables(name: str, units: int, rng: np.random.Generator) -> list[Values]:
     """For each group, the value of each set of its full units, by the set's bits."""
-    tables, covered = [], 0
+    tables: list[Values] = []
+    covered = 0
     if name == "anew":
         # Tables take a varying number of draws; the weights that follow must not depend on it.
         rng = np.random.default_rng(rng.integers(2**31))

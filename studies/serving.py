@@ -49,7 +49,7 @@ def masks(folder: str, ratio: float, window: int, tokens: int, draws: int) -> No
     for name, counts_of in cases.items():
         rows = []
         for counts in counts_of:
-            own = [{window: kinds.heads} for window in kinds.windows.values()]
+            own: list[EngineHeads] = [{window: kinds.heads} for window in kinds.windows.values()]
             mask: list[EngineHeads] = [{None: n, window: heads - n} for n in counts]
             plan, request = gpu_plan([*mask, *own], config.max_positions, tokens)
             pool = plan.pool(request)
@@ -154,7 +154,7 @@ def main() -> None:
         masks(given.folder, given.ratio, given.window, given.tokens, given.draws)
     else:
         requests, lengths = (
-            [int(parse_count(n)) for n in text.split(",")]
+            [int(str(parse_count(n))) for n in text.split(",")]
             for text in (given.requests, given.lengths)
         )
         speed(given.folders, requests, lengths, given.repeats)
