@@ -76,13 +76,6 @@ def test_a_failure_prints_one_sentence(case: Case, kind: str, status: int, sente
     assert "search       failed (" in case.fork("status").stdout
 
 
-def test_faults_of_the_recipe_and_of_the_command_end_with_2(case: Case) -> None:
-    done = case.fork("run", "search.swa_ration=1", "train.batch_tokens=0")
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {case.file}: 2 faults\n  search.swa_ration: unknown key")
-    assert case.fork("run", "--until", "nowhere").returncode == 2
-
-
 def test_a_killed_run_resumes_with_the_same_command(case: Case) -> None:
     run = subprocess.Popen(
         case.command("run"), env=case.environment(FAKE_SLEEP="search=60"), stdout=subprocess.DEVNULL

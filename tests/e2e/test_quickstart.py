@@ -137,15 +137,6 @@ def test_a_run_killed_again_and_again_ends_the_same(undisturbed: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_two_processes_run_the_recipe_with_a_batch_of_one_sequence(
-    undisturbed: Path, tmp_path: Path
-) -> None:
-    two = ["--until", "train", "runtime.processes=2", "train.batch_tokens=256"]
-    assert "train: runs on 1 of 2 processes" in finish(tmp_path, *two)
-    assert results(tmp_path)["mask"] == results(undisturbed)["mask"]
-
-
-@pytest.mark.slow
 def test_the_notebook_runs_on_a_finished_run(
     undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -93,17 +93,3 @@ def test_pages_work_in_light_dark_on_phones_and_on_paper(browser: Any, page: Pat
     paper = browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})
     sheets = re.findall(rb"/Type\s*/Page[^s]", base64.b64decode(paper["data"]))
     assert 1 <= len(sheets) <= 4
-
-
-def test_nothing_is_fetched_and_the_policy_blocks_nothing(browser: Any, page: Path) -> None:
-    browser.get_log("performance")
-    browser.get_log("browser")
-    _open(browser, page)
-    requests = [
-        entry["message"]
-        for entry in browser.get_log("performance")
-        if '"Network.requestWillBeSent"' in entry["message"]
-    ]
-    assert len(requests) == 1
-    assert not any('"url":"http' in request for request in requests)
-    assert browser.get_log("browser") == []  # violations of the page's policy would appear here

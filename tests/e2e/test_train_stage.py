@@ -254,15 +254,6 @@ def half_zeroed(content: bytes) -> bytes:
     return content[:half] + bytes(len(content) - half)
 
 
-def test_training_resumes_from_the_point_before_a_damaged_one(
-    case: Path, undisturbed: Path, killed: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "restart" / "step-4" / "__0_0.distcp").write_bytes(b"no state of an optimiser")
-    train_here(case, tmp_path)
-    assert_same(tmp_path, undisturbed)
-
-
 def test_a_damaged_summary_or_checkpoint_of_finished_work_is_made_again(
     case: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -288,18 +279,6 @@ def test_finished_work_is_not_repeated(
     monkeypatch.setattr("stages.train.run.build_loop", lambda *args: pytest.fail("trained again"))
     assert train_here(case, undisturbed) == json.loads(before["summary.json"])
     assert file_contents(undisturbed) == before
-
-
-def test_accumulation_does_not_change_the_losses(case: Path, tmp_path: Path) -> None:
-    train = {"total_tokens": 3 * 128, "checkpoint_tokens": []}
-    losses = {}
-    for name, runtime in {
-        "two_passes": {},
-        "one_pass": {"micro_batch_size": 4},
-    }.items():
-        train_here(case, tmp_path / name, train=train, runtime=runtime)
-        losses[name] = [record["loss"] for record in metrics(tmp_path / name)]
-        assert losses[name] == pytest.approx(losses["two_passes"], rel=2e-4), name
 
 
 _KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

@@ -276,40 +276,26 @@ def test_gradients_equal_those_of_transformers(
 
 
 def test_faults_are_one_sentence(folder: Path, tmp_path: Path) -> None:
+    """A damaged model, a draft, which no full window can take back, and a batch with sinks."""
     shutil.copytree(folder, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     config["hybrid_attention"]["windows"][0].append(7)
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    done = subprocess.run(
-        [*COMMAND, "generate", "--model", str(tmp_path / "model"), "--prompt", "x"],
-        cwd=ROOT, capture_output=True, text=True, timeout=_PATIENCE_SECONDS, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "hybrid_attention is damaged" in done.stderr.splitlines()[-1]
-
-
-def test_a_draft_model_is_refused(folder: Path) -> None:
-    """A full window cannot take drafts back, and mlx-lm would continue with other tokens."""
-    done = subprocess.run(
-        [*COMMAND, "generate", "--model", str(folder), "--draft-model", str(folder), "--prompt",
-         "x", "--max-tokens", "4", "--ignore-chat-template"],
-        cwd=ROOT, capture_output=True, text=True, timeout=_PATIENCE_SECONDS, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("error: --draft-model: ")
-
-
-def test_models_that_mlx_lm_does_not_batch_are_reported(folder: Path) -> None:
-    done = subprocess.run(
-        [*COMMAND, "benchmark", "--model", str(folder), "--batch-size", "2", "--prompt-tokens", "8",
-         "--generation-tokens", "2", "--num-trials", "1"],
-        cwd=ROOT, capture_output=True, text=True, timeout=_PATIENCE_SECONDS, check=False,
-    )  # fmt: skip
-    if _sinks(folder):
-        assert done.returncode == 2 and "Traceback" not in done.stderr
-        assert done.stderr.splitlines()[-1].startswith("error: mlx-lm batches no hybrid with sinks")
-    else:
-        assert done.returncode == 0, done.stderr
+    small = ["--prompt-tokens", "8", "--generation-tokens", "2", "--num-trials", "1"]
+    for model, arguments, said in (
+        (tmp_path / "model", ["generate", "--prompt", "x"], "hybrid_attention is damaged"),
+        (folder, ["generate", "--draft-model", str(folder), "--prompt", "x", "--max-tokens", "4",
+                  "--ignore-chat-template"], "error: --draft-model: "),
+        (folder, ["benchmark", "--batch-size", "2", *small],
+         "error: mlx-lm batches no hybrid with sinks" if _sinks(folder) else None),
+    ):  # fmt: skip
+        done = subprocess.run(
+            [*COMMAND, *arguments, "--model", str(model)],
+            cwd=ROOT, capture_output=True, text=True, timeout=_PATIENCE_SECONDS, check=False,
+        )  # fmt: skip
+        assert done.returncode == (2 if said else 0), done.stderr
+        assert "Traceback" not in done.stderr
+        assert said is None or said in done.stderr.splitlines()[-1]
 
 
 def test_caches_of_another_model_are_refused(model: Any) -> None:

@@ -1,12 +1,11 @@
 """Serve a small random hybrid model of every family with vLLM; hold it against transformers.
 
-    .venv-vllm/bin/python -m tests.tools.vllm_families              every family, into docs
-    .venv-vllm/bin/python -m tests.tools.vllm_families phimoe opt   only these, on the terminal
-    .venv-vllm/bin/python -m tests.tools.vllm_families --page       the page of those tried
+    .venv-vllm/bin/python -m tests.tools.vllm_families              every family
+    .venv-vllm/bin/python -m tests.tools.vllm_families phimoe opt   only these
 
-Each family has processes of its own: vLLM's transformers backend changes transformers' classes.
-What is not served is tried as the original model too, which says whose the fault is. Results are
-kept in runs/vllm_families.jsonl; without this file everything is tried again.
+It prints the rows of docs/reference/serving_families.md. Each family has processes of its own:
+vLLM's transformers backend changes transformers' classes. What is not served is tried as the
+original model too, which says whose the fault is.
 """
 
 from __future__ import annotations
@@ -19,9 +18,8 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -29,10 +27,8 @@ from typing import Any
 import torch
 
 from bosch.errors import UserError
-from bosch.files import read_json, write_json, write_text
-from bosch.journal import Journal
+from bosch.files import read_json, write_json
 from bosch.model.families import decoder_layers
-from stages.finished import FinishedWork
 from tests.hybrid_case import FAMILY_NAMES, small_config, small_model
 from tests.vllm_case import (
     SIZES,
@@ -45,8 +41,6 @@ from tests.vllm_case import (
     stated_logprobs,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "reference" / "serving_families.md"
 WINDOW, TOLERANCE = 16, 1e-4
 COUNTS = (1, 3, 2)
 LENGTHS = (5, WINDOW, WINDOW + 1, 100, 200)
@@ -203,67 +197,18 @@ def prepare() -> None:
 
 
 def main() -> None:
-    """Try the families named, or all of them for the page."""
+    """Try the families named, or all of them."""
     parser = argparse.ArgumentParser()
     parser.add_argument("families", nargs="*", metavar="FAMILY", choices=[[], *FAMILY_NAMES])
-    parser.add_argument("--results", type=Path, default=ROOT / "runs" / "vllm_families.jsonl")
-    parser.add_argument("--page", action="store_true", help="try none, write the page")
-    options = parser.parse_args()
-    versions = {name: version(name) for name in ("vllm", "transformers", "torch")}
-    if not options.page:
-        prepare()
-        finished = FinishedWork(options.results)
-        for family in options.families or FAMILY_NAMES:
-            hybrid = _tried(finished, {"family": family, "form": "hybrid", **versions})
-            print(f"{family}: {hybrid}", flush=True)
-            if not hybrid.served and not hybrid.reason.startswith(_REFUSED):
-                original = _tried(finished, {"family": family, "form": "original", **versions})
-                print(f"{family}, original: {original}", flush=True)
-    if options.page or not options.families:
-        entries = Journal(options.results).read_new(dict)
-        outcomes = {
-            (entry["key"]["family"], entry["key"]["form"]): Outcome(**entry["result"])
-            for entry in entries
-        }
-        write_text(PAGE, _page(outcomes, versions))
-
-
-def _tried(finished: FinishedWork, key: dict[str, str]) -> Outcome:
-    save = save_uneven if key["form"] == "hybrid" else save_original
-    return Outcome(**finished.once(key, lambda: asdict(outcome(key["family"], save))))
-
-
-def _page(outcomes: dict[tuple[str, str], Outcome], versions: dict[str, str]) -> str:
-    names = ", ".join(f"{name} {number}" for name, number in versions.items())
-    header = ("family", "vLLM's class", "hybrid", "distance", "original")
-    lines = []
-    for family in FAMILY_NAMES:
-        hybrid, original = (outcomes.get((family, form)) for form in ("hybrid", "original"))
-        if hybrid is not None:
-            distance = "" if hybrid.distance is None else f"{hybrid.distance:.1e}"
-            before = _state(original) if original else ""
-            lines.append((f"`{family}`", hybrid.route, _state(hybrid), distance, before))
-    rest = [f"`{family}`" for family in FAMILY_NAMES if (family, "hybrid") not in outcomes]
-    return (
-        "# Families that vLLM serves\n\n"
-        "Small random models in float32 on the CPU, whose layers in turn have "
-        f"{_listed(COUNTS)} full KV heads of 4. The window is {WINDOW}, prompts have "
-        f"{_listed(LENGTHS)} tokens, and {_NEW_TOKENS} tokens are generated for each. Versions: "
-        f"{names}.\n\n"
-        "The distance is the largest difference between vLLM's and transformers' "
-        "log-probabilities. A hybrid is served where the distance is below "
-        f"{TOLERANCE:g} (of Qwen3-Next, in bfloat16, {_BFLOAT16['qwen3_next']:g}) and vLLM "
-        "generates transformers' most likely tokens. Where a hybrid fails, "
-        "the last column says what the original model does. The plugin refuses some models: the "
-        "reason follows the word.\n\n"
-        "```bash\n.venv-vllm/bin/python -m tests.tools.vllm_families  # writes this page\n```\n\n"
-        + "".join(f"| {' | '.join(cells)} |\n" for cells in (header, ["---"] * len(header), *lines))
-        + (f"\nNot tried: {', '.join(rest)}.\n" if rest else "")
-    )
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
+    prepare()
+    for family in parser.parse_args().families or FAMILY_NAMES:
+        hybrid, original = outcome(family, save_uneven), None
+        if not hybrid.served and not hybrid.reason.startswith(_REFUSED):
+            original = outcome(family, save_original)
+        distance = "" if hybrid.distance is None else f"{hybrid.distance:.1e}"
+        before = _state(original) if original else ""
+        cells = (f"`{family}`", hybrid.route, _state(hybrid), distance, before)
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def _state(outcome: Outcome) -> str:

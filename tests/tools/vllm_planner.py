@@ -1,12 +1,10 @@
 """Caches that vLLM's own planner allots to a plan's modules.
 
-python -m tests.tools.vllm_planner                 records it
-python -m tests.tools.vllm_planner compare SEED    masks, menus and sizes that nobody has chosen
+python -m tests.tools.vllm_planner    records it
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -190,32 +188,5 @@ def groupings() -> tuple[bool, ...]:
     return (False, True) if hasattr(interfaces, "SupportsKVCacheGrouping") else (False,)
 
 
-def compare(seed: int) -> None:
-    """Say for how many random cases the plan gives what vLLM's planner does; print the others."""
-    import vllm
-
-    for own_groups in groupings():
-        drawn, same = random_cases(seed), 0
-        for case in drawn:
-            plan, planner = bytes_by_plan(case, own_groups), bytes_by_vllm(case, own_groups)
-            same += plan == planner
-            if plan != planner:
-                print(f"{case}\n  plan    {plan}\n  planner {planner}")
-        groups = "our" if own_groups else "its"
-        print(f"vLLM {vllm.__version__}, {groups} groups: {same} of {len(drawn)} cases equal")
-
-
-def main() -> None:
-    """Record or compare."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("what", nargs="?", choices=["compare"])
-    parser.add_argument("seed", nargs="?", type=int, default=0)
-    options = parser.parse_args()
-    if options.what is None:
-        record()
-    else:
-        compare(options.seed)
-
-
 if __name__ == "__main__":
-    main()
+    record()

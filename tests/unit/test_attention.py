@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from bosch import hybrid
 from bosch.attention import fastest_backend, hybrid_attention
-from bosch.backends import BACKENDS, lacking
+from bosch.backends import BACKENDS
 from bosch.hybrid import AttentionContext, fused_attention, pass_context
 from bosch.model.families import attention_needs
 from bosch.model.materialize import materialize
@@ -116,16 +116,6 @@ def test_inconsistent_numbers_of_heads_are_refused() -> None:
     query, key, value = Case(5, 4, 0, (True, False)).tensors()
     with pytest.raises(ValueError, match="3 KV heads"):
         hybrid_attention(query, key, value, full_first(1, 3, Window(4)))
-
-
-def test_a_missing_ability_is_named_with_the_backends_that_have_it() -> None:
-    for name, entry in BACKENDS.items():
-        for ability in entry.lacks:
-            (sentence,) = lacking(name, {ability: "somebody asks"})
-            assert sentence.startswith(name) and ", somebody asks; choose sdpa" in sentence
-    assert lacking("auto", {"sinks": "x"}) == lacking("sdpa", {"sinks": "x"}) == []
-    (sentence, _) = lacking("varlen", {"sinks": "x", "softcap": "y"})
-    assert sentence.startswith("varlen has no sinks, x; choose sdpa")
 
 
 @pytest.mark.parametrize("masked", [False, True])

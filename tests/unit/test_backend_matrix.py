@@ -27,7 +27,7 @@ from bosch.model.search_mode import apply_head_mask, prepare_for_search
 from bosch.window import Window
 from tests import fake_varlen
 from tests.attention_case import WIDTHS, Case, cases, full_first
-from tests.hybrid_case import mask_of, random_mask, small_model, tokens
+from tests.hybrid_case import random_mask, small_model, tokens
 from tests.peak_memory import TensorBytes
 
 _NEAR = {"rtol": 1e-9, "atol": 1e-9}
@@ -112,6 +112,7 @@ def test_varlen_runs_its_kernel_once_for_each_kind_of_head(
         ("wide_heads", 264, {}),  # as the full heads of Gemma 4, of 512
         ("dropout", 16, {"dropout": 0.5}),
         ("softcap", 16, {"softcap": 2.0}),
+        ("head_logits", 16, {"head_logits": torch.ones(4, dtype=torch.float64)}),
         ("float32", 16, {}),
     ],
 )
@@ -236,11 +237,6 @@ def test_varlen_refuses_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     prepare_for_search(model, "varlen")
     with pytest.raises(UserError, match="varlen has no sinks, its layout has 2; choose sdpa"):
         apply_head_mask(model, random_mask(Window(7, 2)))
-    capped = small_model("gemma2")
-    capped = materialize(capped, mask_of(capped.config, Window(7)))
-    capped.set_attn_implementation("varlen")
-    with pytest.raises(UserError, match="varlen has no capped attention scores, the model has"):
-        capped(tokens(1, 9))
     with pytest.raises(ValueError, match="attn_implementation='flash_attention_3' has no hybrid"):
         hybrid.set_attn_implementation("flash_attention_3")
     monkeypatch.setattr(attention, "HALF_DTYPES", (torch.float16, torch.bfloat16))

@@ -342,16 +342,6 @@ def test_generate_compiles_prompt_chunks_once_and_steps_once() -> None:
     assert torch.equal(result, model.generate(ids, **options))
 
 
-def test_compiled_chunks_equal_one_pass_at_every_position() -> None:
-    model, ids = _one_layer(4), tokens(2, LENGTH)
-    cache = model.new_static_cache(LENGTH)
-    cache.early_initialization(2, KV_HEADS, model.config.head_dim, model.dtype, model.device)
-    step = torch.compile(model.forward, backend="eager", fullgraph=True)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        result = _in_chunks(step, cache, ids, [10, 10, 10])
-    torch.testing.assert_close(result, model(ids, use_cache=False).logits, **_NEAR)
-
-
 @pytest.mark.parametrize(
     ("family", "sizes"), [("gemma3", [12, 5, *[1] * 13]), ("qwen3", [1] * LENGTH)]
 )

@@ -16,13 +16,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 
-import bosch.commands
-import pipeline.commands
-from bosch.commands import command_help
 from bosch.errors import LostRankError, RunError, StoppedError, UserError
 from bosch.masks import HeadMask
 from bosch.model.cache import held_bytes
@@ -38,7 +34,7 @@ from pipeline.run.failures import Terminated
 from stages.prepare.stage import PrepareConfig
 from stages.stage import LoadedRecipe
 from tests.elsewhere import ROOT
-from tests.hybrid_case import mask_of, of_choices, small_model
+from tests.hybrid_case import mask_of, small_model
 from tests.pipeline_case import Case, fake_table
 
 STATUS = "pipeline.commands.status.run"
@@ -49,17 +45,6 @@ def here(case: Case, monkeypatch: pytest.MonkeyPatch) -> Case:
     """The folder in which the command runs."""
     monkeypatch.chdir(case.folder)
     return case
-
-
-def test_a_module_with_a_command_becomes_a_command() -> None:
-    found = commands()
-    assert command_help((bosch.commands, pipeline.commands)) == {
-        name: found[name].COMMAND.help for name in sorted(found)
-    }
-    assert {"run", "status", "plan", "show"} <= set(found)
-    assert not {"options", "tables", "paths"} & set(found), "shared modules are none"
-    text = (ROOT / "pipeline" / "cli.py").read_text() + (ROOT / "bosch" / "console.py").read_text()
-    assert not [name for name in found if f'"{name}"' in text], "no list names a command"
 
 
 def test_the_help_has_every_command_and_what_follows_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,18 +140,6 @@ def test_show_counts_bytes_in_the_models_dtype(
         assert json.loads(capsys.readouterr().out)["cache_bytes"][0] == counted
     halved = json.loads(_shown(hybrid.half(), tmp_path, capsys, "--json"))["cache_bytes"][0]
     assert halved["hybrid"] * dtype.itemsize == counted["hybrid"] * 2
-
-
-def test_show_states_the_windows_of_sliding_heads(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    windows = (Window(6), Window(3))
-    model, choices = small_model(num_hidden_layers=3), np.full((3, 4), 1)
-    shown = _shown(materialize(model, of_choices(choices, windows)), tmp_path, capsys)
-    assert "0 of 12 KV heads full; the others see 6 tokens\n" in shown
-    choices[0] = 2
-    shown = _shown(materialize(model, of_choices(choices, windows)), tmp_path, capsys)
-    assert "KV heads by layer (full + 6 + 3): 0: 0 + 0 + 4, 1: 0 + 4 + 0, 2: 0 + 4 + 0\n" in shown
 
 
 def test_measure_prints_its_report_as_json_or_its_place(
@@ -300,23 +273,9 @@ def test_new_takes_the_kind_of_the_files_that_hold_documents(
     assert f"kind: {kind}, path" in Path("my_model.yaml").read_text()
 
 
-def test_new_writes_a_recipe_that_loads_next_to_the_model(
-    here: Case, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("mine").mkdir()
-    Path("mine", "a.jsonl").write_text('{"text": "some"}\n')
-    here.change_config(max_position_embeddings=1500)
-    assert main(["new", "model", "--data", "mine"]) == 0
-    assert "bosch run my_model.yaml name=smoke" in capsys.readouterr().out
-    recipe = (loaded := load_recipe("my_model.yaml", input_files=False, env={})).recipe
-    source = recipe[PrepareConfig].sources[0]
-    assert (source.kind, source.path) == ("jsonl", str(here.folder / "mine"))
-    assert recipe[PrepareConfig].sequence_length == 1024, "what the model's positions hold"
-    assert (recipe.search.window_size, recipe.evaluate.ruler.lengths) == (64, [512, 1024])
-    assert loaded.output_root == here.folder / "runs"
-
-
-@pytest.mark.parametrize(("positions", "status"), [(511, 2), (512, 0), (40_960, 0), (None, 0)])
+@pytest.mark.parametrize(
+    ("positions", "status"), [(511, 2), (512, 0), (1500, 0), (40_960, 0), (None, 0)]
+)
 def test_new_writes_paths_from_the_recipe_and_at_most_4096_tokens(
     here: Case, positions: int | None, status: int
 ) -> None:
@@ -329,7 +288,7 @@ def test_new_writes_paths_from_the_recipe_and_at_most_4096_tokens(
         assert content["model"]["path"] == "../model"
         (source,) = content["prepare"]["sources"]
         assert (source["kind"], source["path"]) == ("huggingface", "org/name")
-        lengths = {512: [512]}.get(positions or 0, ["2k", "4k"])
+        lengths = {512: [512], 1500: [512, "1k"]}.get(positions or 0, ["2k", "4k"])
         assert content["evaluate"]["ruler"]["lengths"] == lengths
         assert content["prepare"]["sequence_length"] == lengths[-1]
 

@@ -82,32 +82,6 @@ def test_passes_with_changing_masks_leak_nothing() -> None:
     assert alive[0] == alive[1] == alive[2]
 
 
-def test_a_compiled_search_has_one_graph_for_each_number_of_full_heads() -> None:
-    """Returning to a mask compiles nothing, since the graphs of its layers exist."""
-    model = small_model()
-    prepare_for_search(model)
-    layer, positions = model.model.layers[0], torch.arange(LENGTH)[None]
-    compiled = torch.compile(layer, backend="eager", fullgraph=True)
-    states = torch.randn(1, LENGTH, 48)
-    where = model.model.rotary_emb(states, positions)
-
-    def run(seed: int) -> Tensor:
-        mask = HeadMask((random_mask(Window(WINDOW), seed).windows[1],) * LAYERS)
-        apply_head_mask(model, mask)
-        return compiled(
-            states,
-            attention_mask=AttentionContext(LENGTH),
-            position_ids=positions,
-            position_embeddings=where,
-        )
-
-    with torch.no_grad():
-        first = [run(seed) for seed in range(3)]
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            again = [run(seed) for seed in (2, 0, 1)]
-    assert torch.equal(torch.stack(again), torch.stack([first[2], first[0], first[1]]))
-
-
 def test_a_new_head_mask_does_not_compile_the_flex_kernel_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

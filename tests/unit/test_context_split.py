@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from bosch.errors import UserError
 from bosch.model.families import split_fault
 from bosch.parallel.context import ContextSplit
-from pipeline.recipe.load import load_recipe
-from tests.pipeline_case import Case
 
 
 def test_a_sequence_is_cut_into_two_chunks_for_each_process() -> None:
@@ -47,13 +43,3 @@ def test_models_that_cannot_be_split_are_refused(
 ) -> None:
     fault = split_fault(SimpleNamespace(**{**QWEN3, **changes}))
     assert fault is None if reason is None else reason in str(fault)
-
-
-def test_a_recipe_that_splits_such_a_model_is_refused(tmp_path: Path) -> None:
-    case = Case(tmp_path)
-    options = ["runtime.context_parallel=2", "runtime.processes=2", "train.mixed_precision=bf16"]
-    load_recipe(case.file, options, env={})
-    case.change_config(attention_dropout=0.1)
-    message = r"runtime\.context_parallel: .*attention dropout.*; set 1"
-    with pytest.raises(UserError, match=message):
-        load_recipe(case.file, options, env={})

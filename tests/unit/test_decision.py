@@ -164,27 +164,3 @@ def test_the_recipe_is_compared_with_branches_before_and_after_training(results:
     assert "against intr (significant), +0.5 [" in said and "other (not significant). After" in said
     assert holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
     assert holm([0.7, 0.9]) == [1.0, 1.0] and holm([]) == []
-
-
-def test_a_significant_loss_within_the_margin_is_no_advice_to_ship(results: Results) -> None:
-    made = with_answers(results, {ORIGINAL: 2000, HYBRID: 1980}, 2000)
-    assert decided(made).verdict == "a small loss"
-    sentence = sentences(made, 2.0)[0]
-    assert sentence.startswith("A significant loss within the margin of 2 points, the hybrid, ")
-
-
-def test_the_sentences_state_caches_of_both_engines_speed_and_cost(
-    results: Results, tmp_path: Path
-) -> None:
-    made = with_answers(results, {ORIGINAL: 20, LAST: 19}, 20)
-    caches = results.main.caches(2048)
-    assert caches.share == pytest.approx(0.297, abs=1e-3) and caches.vllm_share is not None
-    said = sentences(made, 2.0)
-    assert said[-3:] == [
-        "KV cache of 2k tokens against the original's: 29.7 % in transformers' generate (3.56 MiB "
-        f"of 12 MiB), {100 * caches.vllm_share:.1f} % in vLLM on one GPU.",
-        "Prefill runs at 1.50 and decoding at 2.50 times the original's speed at 2k.",
-        "The run took 23.82 GPU hours.",
-    ]
-    made = load_results(report_fixture.publish(tmp_path, without=("train", "measure")))
-    assert "Speed was not measured (section measure)." in sentences(made, 2.0)

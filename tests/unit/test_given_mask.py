@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -121,24 +120,11 @@ def test_the_recipe_names_the_file_and_its_content_is_in_the_key(tmp_path: Path)
     assert _keys(case) == second
 
 
-@pytest.mark.parametrize(
-    ("change", "fault"),
-    [
-        ("[]", "expected a JSON object"),
-        ("[" * 1000, r"mask\.json cannot be read as JSON \("),
-        ("{}", r"search\.window_size: the window is"),
-    ],
-)
-def test_validate_reads_the_mask(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, fault: str
-) -> None:
+def test_validate_reads_the_mask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     case = Case(tmp_path)
     case.content["search"] |= {"method": "given", "mask": str(tmp_path / "mask.json")}
     case.save()
-    _saved(tmp_path / "mask.json", _mask((4, 4), 8), 32)
-    assert main(["validate", str(case.file)]) == 0
-    _saved(tmp_path / "mask.json", _mask((4, 4), 8), 31)
-    if change.startswith("["):
-        (tmp_path / "mask.json").write_text(change)
-    assert main(["validate", str(case.file)]) == 2
-    assert re.search(fault, capsys.readouterr().err)
+    for window, status in ((32, 0), (31, 2)):
+        _saved(tmp_path / "mask.json", _mask((4, 4), 8), window)
+        assert main(["validate", str(case.file)]) == status
+    assert "search.window_size: the window is" in capsys.readouterr().err

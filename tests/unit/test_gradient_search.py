@@ -29,8 +29,6 @@ from studies.landscapes import RATIO, landscape
 from tests.hybrid_case import KV_HEADS, LAYERS, of_choices, random_mask
 from tests.search_case import WINDOW, evaluator_of, mask_of_key, searchable
 
-FULL = HeadMask.all_full(LAYERS, KV_HEADS)
-
 
 class Layered:
     """A small model: sliding units cost their weight, and two of a kind more than their sum.
@@ -130,17 +128,6 @@ def test_no_search_by_gradients_spends_more_than_its_budget(method, shares):
         assert masks + evaluator.passes_of_gradients <= plus_budget(options, layers) + 1e-9
 
 
-def test_a_search_by_swaps_keeps_its_best_score():
-    for seed in range(4):
-        scorer = Layered(6, 8, seed, noise=0.1)
-        _, evaluator = exact(scorer, 0.75)
-        points = [p for p in evaluator.trace if p.phase in ("start", "swaps")]
-        best = 0.0
-        for point in points:
-            best = max(best, point.score)
-            assert point.best_score == best > 0
-
-
 @pytest.mark.parametrize(
     ("name", "units", "seeds", "most"),
     [
@@ -222,37 +209,6 @@ def test_one_start_has_the_layers_of_greatest_value():
     assert (mask_of_key(key).is_full == expected).all()
 
 
-class Scripted:
-    """Units of the same value at every mask; the best full ones are `better`, then 0, 1 and 2."""
-
-    num_layers, num_key_value_heads, quantum = 2, 4, 0.25
-    worth = (1.0, 1.01, 1.02, 0.9, 0.899, 0.898, 0.897, 0.896)
-
-    def __init__(self, better):
-        self.better, self.masks = better, []
-
-    def evaluate(self, mask):
-        full = tuple(np.flatnonzero(mask.is_full).tolist())
-        self.masks.append(full)
-        values = {self.better: 0.75, (0, 1, 2): 0.5, (): 0.0, tuple(range(8)): 1.0}
-        return Evaluation(values.get(full, 0.25), -1.0)
-
-    def gate_gradient(self, mask, share=0, shares=1):
-        return GateGradient(np.reshape(self.worth, (2, 4)).tolist(), 0.0, 1.0)
-
-    def gradient_passes(self, share=0, shares=1):
-        return 1.0
-
-
-@pytest.mark.parametrize(("better", "third"), [((), (0, 1, 5)), ((0, 2, 4), (1, 2, 4))])
-def test_units_of_failed_swaps_wait_until_a_swap_wins(better, third):
-    """The penalty for failures is larger than the differences between these units' values."""
-    scorer = Scripted(better)
-    exact(scorer, 5 / 8, budget=200)
-    start = scorer.masks.index((0, 1, 2))
-    assert scorer.masks[start + 1 : start + 4] == [(1, 2, 3), (0, 2, 4), third]
-
-
 class Flat:
     """Masks that score alike; the first of 4 x 4 units have a higher value than the others."""
 
@@ -277,39 +233,6 @@ def test_a_search_ends_after_all_swaps_if_none_wins():
         assert sum((full != seen[start]).sum() == 2 for full in seen.values()) == 39
 
 
-@pytest.mark.parametrize(("budget", "gradients"), [(15, 0), (16, 4), (25, 6), (60, 16)])
-def test_gates_get_their_share_of_the_passes(budget, gradients):
-    """35 % of what the first gradient leaves of 12, 13, 20 and 48 passes; 4 to 16."""
-    scorer = Shared(8, 8, 0)
-    evaluator = evaluator_of(scorer)
-    evaluator.anchors(0.75)
-    passes = plus_budget(SearchSettings(0.75, budget_per_layer=budget), 8)
-    search = GradientSearch(evaluator, passes, np.array([1.0, 0.0]), [16])
-    search.gradient(search.all_full)
-    search._gates()
-    assert search.gradients - 1 == gradients
-
-
-def test_the_log_has_each_gradient_each_better_mask_and_the_passes_left(caplog):
-    caplog.set_level("INFO", logger="bosch.search.gradient_search")
-    result, evaluator = exact(Layered(6, 8, 2, noise=0.05), 0.75)
-    first, *lines = caplog.messages
-    assert first == "search: budgets of 12 KV slots, 60 passes"
-    assert all(line.endswith(" passes left") for line in lines)
-    gradients = [line for line in lines if " gradient " in line]
-    assert len(gradients) == evaluator.costs()["gradients"]
-    better = [float(line.split()[-4].rstrip(",")) for line in lines if "best mask" in line]
-    assert better == sorted(better) and len(better) > 2
-    assert better[-1] == pytest.approx(result.evaluation.log_likelihood, abs=1e-4)
-
-
-@pytest.mark.parametrize(("ratio", "learned"), [(0.958, False), (0.91, True)])
-def test_no_gates_are_learned_with_fewer_than_four_full_units(ratio, learned):
-    """2 and 4 of 48 units, with a budget that pays for both starts."""
-    _, evaluator = exact(Shared(6, 8, 0), ratio, budget=40)
-    assert any(p.subproblem == "gates" for p in evaluator.trace) == learned
-
-
 def test_an_elimination_has_as_many_steps_as_the_root_of_its_units():
     """Of 48 units 46 slide in seven steps, with one gradient before each if gradients are free."""
     scorer, gradients = Layered(6, 8, 0), []
@@ -318,13 +241,6 @@ def test_an_elimination_has_as_many_steps_as_the_root_of_its_units():
     evaluator.watch = lambda one: gradients.append(one.costs()["gradients"])
     bosch_plus(evaluator, SearchSettings(0.958, budget_per_layer=16))
     assert gradients[:3] == [0, 0, 7]  # the anchors, and the mask of the elimination
-
-
-@pytest.mark.parametrize(("kappa", "said"), [(4, True), (8, True), (10, True), (11, False)])
-def test_a_note_names_budgets_per_layer_that_are_equivalent(kappa, said):
-    """Four passes at least: with four layers, every value up to 11."""
-    _, evaluator = exact(Layered(4, 4, 0), 0.5, budget=kappa)
-    assert any("every value up to 11" in note for note in evaluator.notes) == said
 
 
 SIZES = (2 * WINDOW, WINDOW, 3)

@@ -1,7 +1,4 @@
-"""The Dockerfile, without a builder: its steps name files of the repository, and run as they are.
-
-With `DOCKER_ROOT=FOLDER` in the environment they run in that folder, which takes minutes.
-"""
+"""The Dockerfile, without a builder: its steps name files of the repository."""
 
 from __future__ import annotations
 
@@ -10,14 +7,10 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import tomllib
 from pathlib import Path
 
-import pytest
-
-from bosch.version import VERSION
 from pipeline.recipe.load import load_recipe
 from tests.elsewhere import ROOT
 
@@ -79,26 +72,3 @@ def test_the_image_starts_the_installed_program() -> None:
     (program,) = json.loads(entry)
     assert program in project["scripts"] and json.loads(command) == ["--help"]
     assert _of("ENV") == [f'PATH="{folder}/.venv/bin:${{PATH}}"']
-
-
-@pytest.mark.skipif("DOCKER_ROOT" not in os.environ, reason="DOCKER_ROOT names no clean folder")
-def test_the_steps_run_in_a_clean_root() -> None:
-    root = Path(os.environ["DOCKER_ROOT"]) / "opt" / "bosch"
-    shutil.copytree(
-        ROOT, root,
-        ignore=lambda folder, names: [name for name in names if _ignored(Path(folder, name))],
-    )  # fmt: skip
-    for step in _of("RUN"):
-        command = step.replace("${MODE}", "cpu").partition(" && ")[0]
-        subprocess.run(["bash", "-ec", command], cwd=root, env=_plain_environment(), check=True)
-    done = subprocess.run(
-        [root / ".venv" / "bin" / "bosch", "--version"], cwd="/", capture_output=True, text=True
-    )
-    assert done.stdout == f"bosch {VERSION}\n"
-
-
-def _plain_environment() -> dict[str, str]:
-    """The environment of a container, with the package index of this machine."""
-    names = ("PATH", "HOME", "LANG")
-    kept = {name for name in os.environ if name in names or name.startswith("PIP_")}
-    return {name: os.environ[name] for name in kept}

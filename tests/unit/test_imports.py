@@ -24,40 +24,6 @@ from tests.elsewhere import ROOT
 
 PACKAGES = ("bosch", "data_prep", "stages", "pipeline")
 
-# From the bottom up: a module may use modules of lower levels, and of its own package on its own
-# level.
-LEVELS = {
-    "bosch": (
-        (
-            "errors",
-            "hardware",
-            "progress",
-            "this_process",
-            "ranks",
-            "journal",
-            "files",
-            "masks",
-            "mask_files",
-            "units",
-            "window",
-            "budget",
-            "backends",
-            "hybrid",
-            "version",
-            "weight_files",
-        ),
-        ("attention",),
-        ("model",),
-        ("engines", "parallel"),
-        ("score",),
-        ("rankings", "analysis"),
-        ("search",),
-        ("commands",),
-        ("console",),
-    ),
-    "data_prep": (("source_files",), ("text",), ("tasks",), ("documents",)),
-    "pipeline": (("recipe",), ("run",), ("commands",), ("cli",), ("__main__",)),
-}
 USES = {
     "bosch": set(),
     "data_prep": {"bosch"},
@@ -122,14 +88,6 @@ def imports_of_modules() -> dict[str, set[str]]:
     return {name: imports(name, ast.walk(tree)) for name, tree in modules().items()}
 
 
-def level_of(name: str) -> int:
-    package, _, rest = name.partition(".")
-    member = rest.partition(".")[0]
-    levels = [number for number, members in enumerate(LEVELS[package]) if member in members]
-    assert levels, f"{name} is on no level; add it to LEVELS and to docs/notes/architecture.md"
-    return levels[0]
-
-
 def test_packages_use_only_packages_below_them() -> None:
     wrong = [
         f"{name} imports {used}"
@@ -137,23 +95,6 @@ def test_packages_use_only_packages_below_them() -> None:
         for used in sorted(all_used)
         if used.partition(".")[0] not in USES[name.partition(".")[0]] | {name.partition(".")[0]}
     ]
-    assert wrong == []
-
-
-def test_levels_use_only_levels_below_them() -> None:
-    wrong = []
-    for name, all_used in imports_of_modules().items():
-        package, _, rest = name.partition(".")
-        if package not in LEVELS or not rest:
-            continue
-        for used in sorted(module for module in all_used if module.startswith(f"{package}.")):
-            is_same_member = used.split(".")[1] == rest.split(".")[0] or level_of(name) == 0
-            if level_of(used) > level_of(name) or (
-                level_of(used) == level_of(name) and not is_same_member
-            ):
-                wrong.append(f"{name} imports {used}")
-        if package in all_used:
-            wrong.append(f"{name} imports {package}, which is above it")
     assert wrong == []
 
 
@@ -223,32 +164,6 @@ def test_modules_that_promise_it_import_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
-
-
-def test_tests_use_only_public_names() -> None:
-    """No test imports, calls or replaces a name of the project that begins with an underscore."""
-    wrong = []
-    for path in sorted((ROOT / "tests").rglob("*.py")):
-        tree = _tree(path)
-        imported = {
-            alias.asname or alias.name: alias.name
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in PACKAGES
-            for alias in node.names
-        }
-        names = list(imported.values())
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                names += [node.attr] if node.value.id in imported else []
-            elif isinstance(node, ast.Call) and node.args:
-                # setattr(module, "name", …), monkeypatch.setattr("package.module.name", …)
-                first, *others = map(ast.unparse, node.args[:2])
-                dotted = first.strip("'\"").split(".")
-                names += [dotted[-1]] if dotted[0] in PACKAGES else []
-                quoted = [other.strip("'\"") for other in others if other[0] in "'\""]
-                names += quoted if first in imported else []
-        wrong += [f"{path.name}: {name}" for name in names if re.match("_(?!_)", name)]
-    assert wrong == []
 
 
 def test_the_plain_reference_shares_no_code_with_what_it_checks() -> None:

@@ -132,11 +132,30 @@ def test_a_model_of_the_hub_needs_no_generation_config(
         load_config("some/one")
 
 
-def test_a_damaged_vocabulary_is_reported(tmp_path: Path) -> None:
-    for name, text in (("config.json", '{"model_type": "gpt2"}'), ("vocab.json", "{")):
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (
+            {"config.json": '{"model_type": "gpt2"}', "vocab.json": "{"},
+            r"vocab\.json cannot be rea",
+        ),
+        ({"tokenizer.json": '{"version": "1.0", '}, r"tokenizer\.json cannot be read as JSON"),
+        (
+            {"config.json": '{"model_type": "qwen3", "rms_norm_eps": "small"}'},
+            "no tokenizer could be loaded .*'rms_norm_eps' expected float",
+        ),
+    ],
+)
+def test_a_damaged_file_of_a_tokenizer_is_named(
+    files: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    if "vocab.json" not in files:
+        save_tiny_model(tmp_path)
+    for name, text in files.items():
         (tmp_path / name).write_text(text)
-    with pytest.raises(UserError, match=r"vocab\.json cannot be read as JSON"):
+    with pytest.raises(UserError, match=said) as caught:
         load_tokenizer(TokenizerSpec(str(tmp_path)))
+    assert "\n" not in str(caught.value)
 
 
 def _renamed(prefix: str) -> Callable[[dict[str, Any]], dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -80,32 +79,6 @@ def test_a_base_models_window_as_long_as_its_positions_is_ignored(
     theirs.save_pretrained(tmp_path / "base")
     with pytest.raises(UserError, match=r"its own \(39 tokens\) in every layer"):
         check_family(load_config(str(tmp_path / "base")))
-
-
-def test_packed_documents_equal_each_document_alone() -> None:
-    model, ids = small_model(), tokens(2, 40)
-    apply_head_mask(model, random_mask(Window(WINDOW, 3)))
-    borders = [[0, 5, 6, 30, 40], [0, 19, 40]]
-    positions = torch.stack(
-        [torch.cat([torch.arange(b - a) for a, b in pairwise(row)]) for row in borders]
-    )
-    packed = logits_of(model, ids, position_ids=positions)
-    for row, ends in enumerate(borders):
-        for a, b in pairwise(ends):
-            alone = logits_of(model, ids[row : row + 1, a:b])
-            torch.testing.assert_close(packed[row : row + 1, a:b], alone, **_NEAR)
-
-
-@pytest.mark.parametrize("sinks", [0, 2])
-def test_right_padding_changes_nothing(sinks: int) -> None:
-    model, ids = small_model(), tokens(3, 40)
-    apply_head_mask(model, random_mask(Window(WINDOW, sinks)))
-    lengths = [40, 29, 1]
-    alone = [logits_of(model, ids[row : row + 1, :n]) for row, n in enumerate(lengths)]
-    mask = (torch.arange(40) < torch.tensor(lengths)[:, None]).long()
-    computed = logits_of(model, ids, attention_mask=mask)
-    for row, n in enumerate(lengths):
-        torch.testing.assert_close(computed[row : row + 1, :n], alone[row], **_NEAR)
 
 
 def test_autocast_computes_attention_in_its_dtype() -> None:

@@ -178,15 +178,6 @@ def test_blocks_are_read_until_there_are_more_tokens_than_needed(tokenised, monk
         assert len(contents(tokenised(records, f"{tokens}", tokens=tokens))) == count
 
 
-def test_documents_stay_in_order_whatever_the_processes(tokenised, monkeypatch):
-    monkeypatch.setattr(tokenization, "BLOCK_CHARACTERS", 512)
-    texts = [f"document {i} é " * (1 + 90 * (i % 3)) for i in range(7)]
-    records = [[{"text": text} for text in texts]]
-    for workers in (1, 2):
-        found = tokenised(records, f"{workers}", workers)
-        assert contents(found) == texts
-
-
 _POOL = """
 import time
 from data_prep.documents.tokenization import in_order

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from bosch.errors import UserError
 from pipeline.cli import main
-from pipeline.recipe.load import load_recipe
 from pipeline.recipe.model_shape import SHAPES, read_model
 from stages.shape import stored_shape
 from stages.stage import ModelInfo
@@ -103,9 +101,3 @@ def test_a_plan_needs_only_a_configuration(
         assert " memory       30.5 GiB of weights" in capsys.readouterr().out
     assert main(["plan", str(case.file), "model.path=nobody/unknown"]) == 2
     assert "the shape of nobody/unknown is not known here" in capsys.readouterr().err
-
-
-def test_a_run_needs_the_files(tmp_path: Path) -> None:
-    case = Case(tmp_path / "case")
-    with pytest.raises(UserError, match="has no tokenizer files"):
-        load_recipe(case.file, [f"model.path={SHAPES / 'qwen3_8b'}"])

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 
@@ -26,13 +25,9 @@ from stages.report.page import model_table, provenance, score_table, summarize
 from stages.report.results import Results, load_results
 from stages.report.stage import ReportConfig
 from stages.search.charts import trace
-from stages.search.progress_files import LiveView
-from stages.search.stage import SearchConfig
-from stages.train.stage import TrainConfig
 from tests import report_fixture
 from tests.golden_page import REPORTS, golden_report, outline
 from tests.hybrid_case import sliding_heads
-from tests.search_case import Additive, config_of, evaluator_of
 
 
 @pytest.fixture(scope="module")
@@ -85,30 +80,6 @@ def test_the_page_equals_the_golden_one(publish: Callable[[Path], Any], tmp_path
     assert report.splitlines() == REPORTS[publish].read_text(encoding="utf-8").splitlines()
 
 
-@pytest.mark.parametrize("publish", REPORTS)
-def test_a_page_has_at_most_six_charts_and_three_tables(
-    publish: Callable[[Path], Any], tmp_path: Path
-) -> None:
-    """Each chart has a description for screen readers."""
-    parsed = outline(make(tmp_path / "report", publish(tmp_path)))
-    ids = [attributes["id"] for _, attributes in parsed.tags if "id" in attributes]
-    figures = [attributes for tag, attributes in parsed.tags if tag == "figure"]
-    assert 4 <= len(figures) <= 6
-    assert sum(tag == "table" for tag, _ in parsed.tags) == 3
-    for attributes in figures:
-        assert attributes["role"] == "img" and ids.count(attributes["id"]) == 1
-        assert str(attributes["aria-label"]).endswith(".")
-
-
-def test_the_page_says_what_to_ship_and_how_to_load_it(page: str) -> None:
-    text = outline(page).text
-    first = text[: text.index("Scores and losses")]
-    assert "Not decided, the hybrid after 4,000,000 tokens: −1.5 [" in first
-    assert "vllm serve train/checkpoints/tokens-4000000" in first
-    assert ".from_pretrained('train/checkpoints/tokens-4000000')" in first
-    assert "in transformers' generate" in first and "in vLLM on one GPU" in first
-
-
 def test_an_axis_of_tokens_begins_at_zero(results: Results) -> None:
     for picture in (charts.scores_by_tokens(results), charts.training_loss(results.training)):
         assert picture is not None
@@ -138,23 +109,6 @@ def test_texts_are_escaped_in_markup_and_in_charts(page: str) -> None:
     still = picture.svg(470)
     assert "<b>" not in still and "<u>" not in still
     assert "aria-label" not in still  # of each mark: the figure has one for all
-
-
-def test_a_method_may_name_its_phases_freely(results: Results, tmp_path: Path) -> None:
-    view = LiveView(tmp_path, config_of(tmp_path, SearchConfig(swa_ratio=0.5, window_size=16)))
-    evaluator = evaluator_of(Additive(np.ones((1, 3))))
-    evaluator.watch = view.update
-    for unit, phase in enumerate(("draws", "anchors", "second draws")):
-        evaluator.evaluate(evaluator.mask(np.arange(3) != unit), phase, "whole mask")
-    view.close()
-    summary = results.main.search.model_copy(update={"trace": evaluator.trace})
-    picture = trace(summary, "", "score")
-    assert picture is not None
-    drawn = picture.chart.to_dict(validate=True)
-    legend = drawn["layer"][0]["encoding"]["color"]["scale"]
-    series = dict(zip(legend["domain"], legend["range"], strict=True))
-    assert {"draws", "anchors", "second draws"} < set(series)
-    assert series["draws"] != series["second draws"]
 
 
 def test_a_trace_ends_at_the_last_evaluation_and_marks_the_final_mask(
@@ -314,15 +268,6 @@ def test_the_table_of_models_is_the_same_everywhere(
         assert " ".join(" ".join(row.values()).split()) in printed
         assert " | ".join(row.values()) in text
     assert "29.7 % in generate 49.2 % in vLLM" in rows[1].values()
-
-
-def test_the_training_loss_is_called_what_it_is(results: Results) -> None:
-    section = TrainConfig(total_tokens=1, checkpoint_tokens=[1], teacher="original")
-    for loss in ("", section.loss_in_words):
-        picture = charts.training_loss(results.training, loss)
-        name = " (KL divergence from the original)" if loss else ""
-        assert picture is not None
-        assert picture.heading == f"Training loss{name}: running mean, each logged step behind it"
 
 
 @pytest.mark.parametrize(

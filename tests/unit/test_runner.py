@@ -28,7 +28,7 @@ from pipeline.run.worker import execute
 from stages.published import Manifest
 from stages.stage import LoadedRecipe, World, model_processes
 from tests import fake_stages
-from tests.pipeline_case import Case, fake_table, in_process, lose, runner
+from tests.pipeline_case import Case, fake_table, in_process, runner
 
 # The stages that the recipe asks for.
 NAMES = ["prepare", "search", "materialize", "original", "train", "evaluate", "report"]
@@ -348,18 +348,6 @@ def test_an_output_too_large_to_hash_quickly_counts_as_complete(case: Case) -> N
     store = Store(case.runs)
     (first, *_) = inspect(current.nodes, store, store.hasher(0), "tiny")
     assert (first.state, first.reason.partition(":")[0]) == ("cached", "not yet checked")
-
-
-def test_an_output_that_is_briefly_unreadable_is_not_rebuilt(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case.make(until="search")
-    again = runner(case, until="search")
-    folder = case.output("search").resolve()
-    with monkeypatch.context() as patch, pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
-        lose(patch, folder)
-        again.states()
-    assert again.run() == 0
 
 
 def test_a_forced_stage_is_made_again_and_resumes_without_force(case: Case) -> None:

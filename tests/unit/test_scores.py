@@ -7,7 +7,6 @@ import torch
 
 from bosch import hybrid
 from bosch.attention import hybrid_attention
-from bosch.errors import UserError
 from bosch.hybrid import AttentionContext, HeadLayout
 from bosch.window import Window
 from tests.attention_case import by_rows, full_first
@@ -88,13 +87,3 @@ def test_outputs_and_gradients_equal_the_definition(
         ]
         for left, right in zip(*gradients, strict=True):
             torch.testing.assert_close(left, right)
-
-
-@pytest.mark.parametrize("backend", ["flex", "varlen"])
-def test_backends_that_do_not_support_changed_logits_refuse_them(backend: str) -> None:
-    *tensors, logits = _tensors(8)
-    with pytest.raises(UserError, match=f"{backend} has no capped attention scores"):
-        hybrid_attention(*tensors, LAYOUTS["deployed"], softcap=30.0, backend=backend)
-    if backend != "flex":
-        with pytest.raises(UserError, match=f"{backend} has no extra logit per head"):
-            hybrid_attention(*tensors, LAYOUTS["deployed"], head_logits=logits, backend=backend)

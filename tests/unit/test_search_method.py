@@ -312,26 +312,6 @@ def test_b_layer_makes_no_full_layer_full():
     assert [len(heads) for heads in sliding_heads(result.mask)] == [0, 2, 4]
 
 
-@pytest.mark.parametrize(
-    ("strict", "words"),
-    [
-        (True, "layers scored 1: the sliding layers were chosen arbitrarily"),
-        (False, "layers scored 1: the sliding layers were chosen by log-likelihood alone"),
-    ],
-)
-def test_a_note_reports_ties(strict, words):
-    def flat(mask):
-        return 1.0 if mask.is_full.any() else 0.0
-
-    evaluator = evaluator_of(Additive(random_costs(4, 2, 0), flat))
-    options = SearchSettings(0.5, budget_per_layer=3, max_group_variables=4, strict=strict)
-    b_layer(evaluator, options)
-    assert any(f"every choice of 2 {words}" in note for note in evaluator.notes)
-    evaluator = evaluator_of(Additive(random_costs(4, 2, 0), flat))
-    b_multi(evaluator, options)
-    assert any("all groups of layers" in note for note in evaluator.notes)
-
-
 @given(st.integers(0, 60), st.integers(1, 12))
 def test_groups_have_nearly_equal_sizes(count, parts):
     expected = [part.tolist() for part in np.array_split(np.arange(count), parts)]

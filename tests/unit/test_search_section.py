@@ -10,9 +10,8 @@ from bosch.errors import UserError
 from bosch.mask_files import HeadMaskFile
 from bosch.masks import HeadMask
 from bosch.model.families import DecoderLayers
-from bosch.search.settings import SearchSettings
 from bosch.window import Window
-from stages.search.budget import Budget, RequestCache, sliding_ratio
+from stages.search.budget import Budget, RequestCache
 from stages.search.stage import SearchConfig
 
 KINDS = DecoderLayers(
@@ -32,22 +31,6 @@ def test_bytes_that_a_budget_allows(values: dict[str, object], most: int, text: 
     cache = RequestCache(Budget(**values), KINDS, "float32", 100)
     assert cache.allowed_bytes == most
     assert text in cache.text(cache.original // 2)
-
-
-def test_the_fewest_sliding_heads_that_fit_a_budget() -> None:
-    """A head of W = 11 saves 90 of 100 tokens; twelve heads and the layer's own are 1,219."""
-    for share, granularity, sliding in ((1.0, 1, 0), (0.93, 1, 1), (0.925, 1, 2), (0.93, 2, 2)):
-        cache = RequestCache(Budget(kv_cache=f"{share} @ 100"), KINDS, "float32", 100)
-        assert sliding_ratio(cache, Window(11), granularity) == sliding / 12
-    cache = RequestCache(Budget(kv_cache="0.1 @ 100"), KINDS, "float32", 100)
-    with pytest.raises(UserError, match=r"all heads with a window of 11 hold at 100 tokens"):
-        sliding_ratio(cache, Window(11), 1)
-
-
-def test_a_given_ratio_replaces_the_sections() -> None:
-    section = SearchConfig(swa_ratio=0.5, buckets=[0, 1])
-    assert (section.settings(3).seed, section.settings(3).swa_ratio) == (3, 0.5)
-    assert section.settings(3, 0.25) == SearchSettings(0.25, buckets=(0, 1), seed=3)
 
 
 def test_a_given_mask_has_its_own_ratio(tmp_path: Path) -> None:

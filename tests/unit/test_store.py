@@ -262,13 +262,6 @@ def test_files_that_cannot_be_read_now_or_by_this_user_are_not_damaged(
     assert store.damage("search", KEY, store.hasher()) is None
 
 
-def test_added_entries_of_an_output_are_an_error(store: Store) -> None:
-    folder = publish(store)
-    (folder / "adapter_config.json").touch()
-    with pytest.raises(RunError, match=r"adapter_config\.json was added to the output of search"):
-        store.damage("search", KEY, store.hasher())
-
-
 def test_a_crash_before_the_rename_keeps_the_work_and_the_older_output(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from bosch.errors import RunError
-from bosch.journal import Journal
 from pipeline.recipe.load import load_recipe
 from stages.context import Runtime
 from stages.evaluate.scores import suite_title
@@ -19,7 +17,6 @@ from stages.train.stage import (
     checkpoint_folders,
     checkpoint_name,
     checkpoint_tokens,
-    read_metrics,
 )
 from tests.pipeline_case import Case
 
@@ -94,20 +91,6 @@ def test_whole_checkpoints_are_evaluated_in_the_order_of_training(tmp_path: Path
     ).write(tmp_path)  # fmt: skip
     expected = {name: tmp_path / "checkpoints" / name for name in names}
     assert list(checkpoint_folders(tmp_path).items()) == list(expected.items())
-
-
-def test_metrics_are_read_completely_or_refused(tmp_path: Path) -> None:
-    step = {
-        "step": 1, "tokens": 5, "loss": 2.0, "learning_rate": 0.1, "grad_norm": 1.0, "seconds": 3.0
-    }  # fmt: skip
-    with pytest.raises(RunError, match=r"metrics\.jsonl: missing or damaged"):
-        read_metrics(tmp_path)
-    journal = Journal(tmp_path / "metrics.jsonl")
-    journal.append(step, {**step, "step": 2})
-    assert [record.step for record in read_metrics(tmp_path)] == [1, 2]
-    journal.append({"step": 3})
-    with pytest.raises(RunError, match="missing or damaged"):
-        read_metrics(tmp_path)
 
 
 def test_presets_add_their_tasks(case: Case) -> None:

@@ -93,25 +93,6 @@ def test_the_cache_holds_what_the_plan_states(client: OpenAI, log: Path) -> None
     assert int(line[1].replace(",", "")) == pytest.approx(2**30 / held * length, rel=1e-4)
 
 
-def test_a_streamed_answer_equals_the_whole_one(client: OpenAI, text: str) -> None:
-    options: dict[str, Any] = {
-        "model": "hybrid", "prompt": text, "max_tokens": 20, "temperature": 0,
-    }  # fmt: skip
-    whole = client.completions.create(**options).choices[0].text
-    chunks = [c.choices[0].text for c in client.completions.create(stream=True, **options)]
-    assert len(chunks) > 1 and "".join(chunks) == whole
-
-
-def test_chat(client: OpenAI) -> None:
-    answer = client.chat.completions.create(
-        model="hybrid", messages=[{"role": "user", "content": "The key is 7301. What is it?"}],
-        max_tokens=8, temperature=0, logprobs=True,
-    )  # fmt: skip
-    assert answer.choices[0].message.content is not None
-    assert answer.choices[0].logprobs is not None
-    assert len(answer.choices[0].logprobs.content or []) == answer.usage.completion_tokens  # type: ignore[union-attr]
-
-
 def test_a_refusal_is_one_sentence(tmp_path: Path) -> None:
     """Before an engine starts, and without a traceback."""
     save_hybrid(tmp_path, "qwen3", [1, 3, 2], 40, sinks=3)
