@@ -1,10 +1,11 @@
-"""A stage's processes: how they start, that none remains, and the error that their end becomes."""
+"""A stage's processes: their start and threads, that none remains, and what their end means."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -157,3 +158,27 @@ def test_the_reason_of_the_first_kind_is_reported(
         write_json(tmp_path / f"failure.{rank}.json", entry)
     error = launcher.failure_of(tmp_path, -9, {"stage": "search"}, False)
     assert type(error) is kind and str(error).startswith(message)
+
+
+_SHOW = """
+import os
+def main():
+    print(os.environ["OMP_WAIT_POLICY"], os.environ["GOMP_SPINCOUNT"])
+    return 0
+"""
+
+
+def _variables(tmp_path: Path, **environment: str) -> str:
+    (tmp_path / "shows_threads.py").write_text(_SHOW)
+    clean = {name: value for name, value in os.environ.items() if "OMP" not in name}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "pipeline/__main__.py"), "--process", "shows_threads"],
+        env={**clean, "PYTHONPATH": str(tmp_path), **environment},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return done.stdout.strip()
+
+
+def test_waiting_threads_do_not_spin_unless_the_user_says_so(tmp_path: Path) -> None:
+    assert _variables(tmp_path) == "PASSIVE 0"
+    assert _variables(tmp_path, OMP_WAIT_POLICY="ACTIVE") == "ACTIVE 0"

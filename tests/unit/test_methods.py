@@ -34,7 +34,7 @@ from studies.landscapes import RATIO, landscape
 from tests.hybrid_case import sliding_heads
 from tests.search_case import CONTEXT, WINDOW, evaluator_of, mask_of_key, searchable
 
-# A front has masks of several budgets: tests/unit/test_front.py.
+# A front has masks of several budgets: tests/unit/test_front_search.py.
 SELECTING = [
     name for name, method in METHODS.items() if method.kind != "file" and not method.finds_front
 ]

@@ -7,7 +7,7 @@ import json
 import re
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import jsonschema
 import pydantic
@@ -16,7 +16,6 @@ import pytest
 from pipeline.recipe.faults import known_paths
 from pipeline.recipe.stage_list import STAGES
 from pipeline.recipe.yaml_file import read_mapping
-from stages.fields import Section
 from stages.stage import recipe_type
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,39 +98,3 @@ def test_every_key_is_in_its_sections_table(maker: ModuleType) -> None:
         path = path.replace(".0", "")  # of a list's items
         section, _, key = path.rpartition(".")
         assert path in tables or f"| `{key}` |" in tables[section or "The recipe"]
-
-
-class Described(Section):
-    """Fields with descriptions of each kind."""
-
-    SIZES: ClassVar[tuple[int, ...]] = ()
-    """No field."""
-    given: int = pydantic.Field(0, description="By an argument.")
-    below: int = 0
-    """Below the
-    field."""
-    none: int = 0
-
-
-class DescribedFurther(Described):
-    none: int = 1
-    """Below a field that replaces another."""
-
-
-class DescribedAnew(Described):
-    given: int = 1
-    """Below."""
-    below: int = pydantic.Field(1, description="By an argument, too.")
-
-
-def test_a_field_is_described_by_an_argument_or_the_text_below_it() -> None:
-    expected = {"given": "By an argument.", "below": "Below the field.", "none": ""}
-    assert Described.descriptions() == expected
-    expected["none"] = "Below a field that replaces another."
-    assert DescribedFurther.descriptions() == expected
-    anew = {"given": "Below.", "below": "By an argument, too.", "none": ""}
-    assert DescribedAnew.descriptions() == anew
-    properties = DescribedFurther.model_json_schema()["properties"]
-    assert {name: field["description"] for name, field in properties.items()} == expected
-    made = pydantic.create_model("Made", __base__=Described, more=(int, 0))
-    assert made.descriptions() == Described.descriptions() | {"more": ""}

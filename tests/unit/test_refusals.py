@@ -17,7 +17,6 @@ from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
 from bosch.model.search_mode import apply_head_mask, mask_shape, prepare_for_search
 from bosch.window import Window
-from pipeline.cli import main
 from pipeline.recipe.load import load_recipe
 from tests.hybrid_case import mask_of, small_model, tokens
 from tests.pipeline_case import Case
@@ -335,15 +334,3 @@ def test_a_length_without_room_for_a_chat_template_is_refused(case: Case) -> Non
         load_recipe(case.file, [chat, accepted], env={})
         assert case.fault(chat, refused).startswith(f"evaluate.ruler.{field}: ")
     (case.model / "chat_template.jinja").unlink()
-
-
-@pytest.mark.parametrize("target", [None, "gone", "itself"])
-def test_an_output_root_that_is_no_folder_ends_in_one_line(
-    target: str | None, case: Case, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = case.folder / f"root-{target}"
-    path.symlink_to(path.name if target == "itself" else target) if target else path.touch()
-    if target != "gone":  # mkdir makes what a link leads to
-        assert main(["run", str(case.file), f"runtime.output_root={path}"]) != 0
-        said = capsys.readouterr().err
-        assert str(path) in said and "Traceback" not in said

@@ -28,9 +28,10 @@ from data_prep.tasks.words import (
     OWN_WORDS,
     PairedWords,
     WordLists,
+    sentence_splitter,
     split_by_rule,
 )
-from data_prep.text import encode_prompt, token_counter
+from data_prep.text import encode_prompt, pydoc_topics, token_counter
 from stages.evaluate.stage import RulerConfig
 from tests.ruler_case import essay_text, write_data
 
@@ -264,3 +265,27 @@ def test_a_recipe_accepts_all_tasks():
     assert section.yarn == {65536: 2.0, 131072: 4.0}
     assert RulerConfig.model_validate(section.model_dump(mode="json")) == section
     assert [section.new_tokens(task) for task in ("vt", "cwe")] == [30, 120]
+
+
+# An abbreviation that punkt learns from the corpus; the rule ends a sentence there.
+TEXT = "It has many uses, approx. Ten of them are known. Others follow."
+
+
+def test_punkt_splits_if_its_data_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import nltk  # here: it would cost seconds in every process that collects the tests
+
+    folder = tmp_path / "tokenizers/punkt_tab/english"
+    folder.mkdir(parents=True, mode=0o700)
+    corpus = " ".join(list(pydoc_topics().values())[:20])
+    corpus += " Of approx. five uses, approx. two count." * 50
+    punkt = nltk.tokenize.punkt
+    parameters = punkt.PunktTrainer(corpus).get_params()
+    monkeypatch.setattr(nltk.data, "path", [])
+    assert sentence_splitter.__wrapped__() == (split_by_rule, "built in")
+    assert len(split_by_rule(TEXT)) == 3
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])  # it writes nowhere else
+    punkt.save_punkt_params(parameters, str(folder))
+    split, name = sentence_splitter.__wrapped__()
+    assert name.startswith("punkt of nltk ")
+    assert split(TEXT) == punkt.PunktSentenceTokenizer(parameters).tokenize(TEXT)
+    assert len(split(TEXT)) == 2

@@ -6,12 +6,10 @@ import errno
 import json
 import os
 import shutil
-import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +18,6 @@ from bosch.errors import RunError, UserError
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.stage_list import STAGES
 from pipeline.run.graph import resolve
-from pipeline.run.locks import hold
 from pipeline.run.runner import Runner, RunOptions
 from pipeline.run.status import differences, inspect
 from pipeline.run.store import Store
@@ -210,21 +207,6 @@ def test_input_hashes_are_saved_before_the_first_stage_ends(case: Case) -> None:
     assert resolve(load(case), hasher)[0].key is not None
 
 
-def test_an_interrupted_stage_resumes_in_its_work_directory(case: Case) -> None:
-    def killed(order: Mapping[str, Any], world: World) -> dict[str, Any]:
-        if order["stage"] == "search":
-            (Path(order["work_dir"]) / "calls.0.txt").write_text("called\n")
-            raise KeyboardInterrupt
-        return execute(order)
-
-    with pytest.raises(KeyboardInterrupt):
-        launching(case, killed).run()
-    assert states(case)["search"] == "to run (never made; resumes what was begun)"
-    runner(case).run()
-    assert case.calls("search") == 2
-    assert published(case, "search")["attempts"] == 2
-
-
 def test_every_attempt_counts_its_own_gpus(case: Case) -> None:
     """Eight for an hour, then two: not ten hours on two."""
 
@@ -247,19 +229,6 @@ def test_every_attempt_counts_its_own_gpus(case: Case) -> None:
     manifest = Manifest.read(case.output("train"))
     assert (manifest.gpus, manifest.seconds) == (2, pytest.approx(3600, abs=60))
     assert manifest.gpu_hours == pytest.approx(4, abs=0.1)
-
-
-def test_a_stage_that_another_run_is_making_is_reported(case: Case) -> None:
-    runner(case, until="prepare").run()
-    current = runner(case)
-    node = next(node for node in current.nodes if node.name == "search")
-    with hold(current.store.lock("search", str(node.key)), "x", "tiny"):
-        assert states(case)["search"].startswith(f"running (pid {os.getpid()} on ")
-        with pytest.raises(
-            RunError, match=rf"tiny: stage search is being made by pid {os.getpid()}"
-        ):
-            runner(case).run()
-    assert runner(case).run() == 6
 
 
 def test_links_of_stages_that_the_recipe_no_longer_has_are_removed(case: Case) -> None:
@@ -439,33 +408,6 @@ def test_a_failure_is_reported_and_its_work_kept(
     assert states(case)["search"] == "failed (the loss diverged)"
     assert runner(case).run() == 6
     assert case.calls("search") == 3
-
-
-def test_another_node_joins_distributed_stages_and_waits_for_the_others(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pipeline.run.runner.POLL_SECONDS", 0.02)
-    joined: list[tuple[Mapping[str, Any], World]] = []
-    is_joined = threading.Event()
-
-    def join(order: Mapping[str, Any], world: World) -> dict[str, Any]:
-        joined.append((order, world))
-        is_joined.set()
-        return {}
-
-    def lead(order: Mapping[str, Any], world: World) -> dict[str, Any]:
-        if order["stage"] == "train":
-            assert is_joined.wait(10)
-        return execute(order)
-
-    follower = on_node(case, 1, join, distributed=True)
-    with ThreadPoolExecutor(1) as pool:
-        leading = pool.submit(on_node(case, 0, lead, distributed=True).run)
-        assert follower.run() == leading.result() == 5
-    ((order, world),) = joined
-    node = next(node for node in follower.nodes if node.name == "train")
-    assert order["work_dir"] == str(follower.store.work("train", str(node.key)))
-    assert (order["stage"], world.nodes, world.node_rank) == ("train", 2, 1)
 
 
 def test_training_runs_on_the_processes_that_can_share_a_batch(

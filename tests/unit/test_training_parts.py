@@ -43,8 +43,6 @@ from stages.train.model import (
     attention_backend,
     check_liger_runs,
     load_for_training,
-    saved_dtype,
-    saved_weights,
     shard_teacher,
     use_grouped_experts,
 )
@@ -412,31 +410,6 @@ def test_training_takes_the_fastest_backend_that_supports_the_model(
     config = stage_config(train={"mixed_precision": precision}, runtime=runtime)
     folder = case / "materialize" / "model"
     assert attention_backend(folder, config.model, config.section, config.runtime) == name
-
-
-def test_saved_precision_is_read_from_the_directory(tmp_path: Path) -> None:
-    for text, dtype in (
-        ('{"dtype": "bfloat16"}', torch.bfloat16), ('{"torch_dtype": "float16"}', torch.float16),
-        ("{}", torch.float32),
-    ):  # fmt: skip
-        (tmp_path / "config.json").write_text(text)
-        assert saved_dtype(tmp_path) == dtype
-
-
-def test_under_fsdp_a_model_has_no_weights_before_it_is_sharded(case: Path) -> None:
-    """Until then parameters take no memory; buffers are computed, not read."""
-    config = stage_config(runtime={"sharding": "fsdp"})
-    model_dir = case / "materialize" / "model"
-    model = load_for_training(model_dir, config.model, config.section, config.runtime)
-    assert all(parameter.is_meta for parameter in model.parameters())
-    whole = load_for_training(model_dir, config.model, config.section, Runtime())
-    for (name, buffer), (other, expected) in zip(
-        model.named_buffers(), whole.named_buffers(), strict=True
-    ):
-        assert name == other and torch.equal(buffer, expected)
-    weights = saved_weights(model_dir, config.model)
-    assert weights.keys() == whole.state_dict().keys()
-    assert {value.dtype for value in weights.values()} == {saved_dtype(model_dir)}
 
 
 def test_sharding_loads_the_buffers_of_the_checkpoint() -> None:

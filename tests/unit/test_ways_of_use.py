@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -241,20 +239,6 @@ def test_rollouts_are_scored_with_the_probabilities_of_their_sampling(hybrid: An
     placed.logits.sum().backward()
     assert placed.past_key_values is None  # training makes no cache
     assert model.model.layers[0].self_attn.q_proj.weight.grad is not None
-
-
-def test_pushed_models_carry_the_code_file(hybrid: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    names: list[set[str]] = []
-
-    def commit(self: Any, *args: Any, operations: Any, **kwargs: Any) -> Any:
-        names.append({operation.path_in_repo for operation in operations})
-
-    repo = type("Repo", (), {"repo_id": "someone/hybrid"})
-    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", lambda *a, **k: repo)
-    monkeypatch.setattr(huggingface_hub.HfApi, "create_commit", commit)
-    hybrid.push_to_hub("someone/hybrid", token="none")
-    assert {"modeling_hybrid.py", "config.json", "model.safetensors"} <= names[0]
-    assert not re.search(r"\.bin|\.pt", " ".join(names[0]))
 
 
 def test_an_engines_own_attention_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
