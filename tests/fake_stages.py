@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
@@ -65,8 +64,6 @@ def _fail(kind: str) -> None:
         "user": UserError("the corpus at x is empty; name another"),
         "run": RunError("the loss diverged"),
         "bug": KeyError("boom"),
-        "stopped": _StoppedWhileReportingError(),
-        "disk": OSError(errno.ENOSPC, "No space left on device", "x"),
     }[kind]
 
 
@@ -74,11 +71,3 @@ def _save_and_stop(signum: int, frame: object) -> None:
     """Save for longer than a runner waits after Ctrl-C, as training does."""
     time.sleep(3)
     raise StoppedError("saved")
-
-
-class _StoppedWhileReportingError(Exception):
-    """A rank reports its error while torchrun stops it, because another rank has failed."""
-
-    def __str__(self) -> str:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return "boom"

@@ -1,4 +1,4 @@
-"""The report in headless Chromium: looks, offline use."""
+"""The report in headless Chromium: looks."""
 
 from __future__ import annotations
 
@@ -26,35 +26,19 @@ FLAGS = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
 
     options = webdriver.ChromeOptions()
     options.binary_location = str(CHROMIUM)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     profile = tmp_path_factory.mktemp("profile")
     for flag in (*FLAGS, f"--user-data-dir={profile}"):
         options.add_argument(flag)
     driver = webdriver.Chrome(options, Service(executable_path=DRIVER))
     yield driver
     driver.quit()
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page, made from the report's fixture."""
-    root = tmp_path_factory.mktemp("pages")
-    inputs = report_fixture.publish(root)
-    report.run(report_fixture.config(inputs), inputs, root / "report")
-    return root / "report" / "index.html"
-
-
-def _overflow(browser: Any) -> int:
-    return browser.execute_script(
-        "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
-    )
 
 
 def _emulate(browser: Any, **media: str) -> None:
@@ -70,24 +54,20 @@ def _size(browser: Any, width: int) -> None:
     )
 
 
-def _open(browser: Any, path: Path) -> None:
-    _size(browser, 1280)
-    _emulate(browser)
-    browser.get("about:blank")
-    browser.get(path.as_uri())
-
-
-def test_pages_work_in_light_dark_on_phones_and_on_paper(browser: Any, page: Path) -> None:
-    _open(browser, page)
+def test_pages_work_in_light_dark_on_phones_and_on_paper(browser: Any, tmp_path: Path) -> None:
+    inputs = report_fixture.publish(tmp_path)
+    report.run(report_fixture.config(inputs), inputs, tmp_path / "report")
+    browser.get((tmp_path / "report" / "index.html").as_uri())
     colours = {}
     for scheme in ("light", "dark"):
         _emulate(browser, scheme=scheme)
         style = "const s = getComputedStyle(document.body); return [s.backgroundColor, s.color]"
         colours[scheme] = browser.execute_script(style)
     assert all(a != b for a, b in zip(colours["light"], colours["dark"], strict=True))
+    wide = "const e = document.documentElement; return e.scrollWidth - e.clientWidth"
     for width in (1280, 768, 390):
         _size(browser, width)
-        assert _overflow(browser) <= 0, width
+        assert browser.execute_script(wide) <= 0, width
     _size(browser, 1280)
     _emulate(browser, media="print")
     paper = browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})

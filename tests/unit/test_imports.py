@@ -1,4 +1,4 @@
-"""The order of imports: one way, no cycles, and no project module imported in a function.
+"""The order of imports: one way and no cycles.
 
 pyproject.toml declares every imported package, and no version below the tested one.
 """
@@ -29,14 +29,6 @@ USES = {
     "data_prep": {"bosch"},
     "stages": {"bosch", "data_prep"},
     "pipeline": {"bosch", "data_prep", "stages"},
-}
-# Allowed imports inside functions, with the reason.
-_TRANSFORMERS = (
-    "`import bosch` loads neither torch nor transformers; these load when transformers does"
-)
-LAZY = {
-    "bosch.model.registration imports bosch.attention": _TRANSFORMERS,
-    "bosch.model.registration imports bosch.hybrid": _TRANSFORMERS,
 }
 
 
@@ -72,17 +64,6 @@ def imports(name: str, nodes: Iterator[ast.AST]) -> set[str]:
     }
 
 
-def functions(tree: ast.AST) -> Iterator[ast.AST]:
-    """Nodes inside functions."""
-    nodes = [tree]
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield from ast.walk(node)
-        else:
-            nodes += ast.iter_child_nodes(node)
-
-
 @functools.cache
 def imports_of_modules() -> dict[str, set[str]]:
     return {name: imports(name, ast.walk(tree)) for name, tree in modules().items()}
@@ -103,22 +84,6 @@ def test_there_are_no_import_cycles() -> None:
     graph = graphlib.TopologicalSorter(imports_of_modules())
     order = list(graph.static_order())  # raises CycleError
     assert len(order) >= len(modules())
-
-
-def test_no_function_imports_a_module_of_the_project() -> None:
-    lazy = {
-        f"{name} imports {used}"
-        for name, tree in modules().items()
-        for used in imports(name, functions(tree))
-    }
-    assert lazy - LAZY.keys() == set()
-    assert LAZY.keys() - lazy == set(), "these exceptions are no longer needed"
-    in_tests = [
-        f"{path.name} imports {used}"
-        for path in sorted((ROOT / "tests").rglob("*.py"))
-        for used in imports(path.name, functions(_tree(path)))
-    ]
-    assert in_tests == []
 
 
 # Modules that promise to need no torch; those of every run's command line need nothing heavy.

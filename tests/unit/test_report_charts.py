@@ -31,7 +31,6 @@ from stages.pages.charts import (
     styles,
 )
 from stages.pages.colours import COLOURS
-from stages.pages.tables import Cell, Group, Table
 
 
 def test_a_chart_file_contains_its_colours_and_its_description(tmp_path: Path) -> None:
@@ -100,15 +99,6 @@ def test_series_have_distinct_and_stable_looks() -> None:
     own = styles(names)["method 8"]
     look = styles(names[:10], {"method 0": own})
     assert look["method 0"] == own and len(set(look.values())) == 10
-
-
-def test_a_table_is_printed_with_its_small_texts(capsys: pytest.CaptureFixture[str]) -> None:
-    title = "Scores after training, with 95 % intervals"
-    rows = [["Original", "97.0"], ["a|b", Cell("9", target="#there", more=["[8, 10]"])]]
-    Table(title, ["method", "ρ = 0.5"], [Group(rows)], text_columns=1).print()
-    out = capsys.readouterr().out
-    assert "a|b       9 [8, 10]" in out and "#there" not in out
-    assert title in out, "it is broken at the width of its table"
 
 
 def test_numbers_are_formatted() -> None:

@@ -44,13 +44,6 @@ def load(case: Case, *overrides: str, distributed: bool = False, **world: int) -
     return replace(loaded, world=World(**world))
 
 
-def launching(case: Case, launcher: Any, *overrides: str, **options: Any) -> Runner:
-    """A runner that starts stages with `launch`."""
-    current = runner(case, *overrides, **options)
-    current.launcher = launcher
-    return current
-
-
 def fail(case: Case, stage: str, *overrides: str, **options: Any) -> None:
     """Run until the named stage fails."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RunError, match="the loss diverged"):
@@ -307,7 +300,7 @@ def test_a_summary_with_nan_is_refused_in_the_stages_process(
 
     monkeypatch.setattr(fake_stages, "run", lambda *_: {"loss": float("nan")})
     with pytest.raises(RunError, match="refused"):
-        launching(case, refused).run()
+        Runner(load(case), RunOptions(), refused).run()
 
 
 def test_an_output_too_large_to_hash_quickly_counts_as_complete(case: Case) -> None:

@@ -74,26 +74,6 @@ def _greedy(model: Any, ids: torch.Tensor, **options: Any) -> Any:
     return model.generate(ids, max_new_tokens=NEW, do_sample=False, **options)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9},
-        {"do_sample": True, "num_beams": 2},
-        {"do_sample": True, "num_return_sequences": 3, "repetition_penalty": 1.2},
-    ],
-    ids=str,
-)
-def test_sampling_draws_the_same_tokens_with_the_cache(
-    hybrid: Any, options: dict[str, Any]
-) -> None:
-    texts = []
-    for use_cache in (True, False):
-        torch.manual_seed(0)
-        ids = tokens(2, LENGTH)
-        texts.append(hybrid.generate(ids, max_new_tokens=NEW, use_cache=use_cache, **options))
-    assert torch.equal(*texts)
-
-
 def test_generate_takes_embeddings_and_returns_scores_and_hidden_states(hybrid: Any) -> None:
     ids = tokens(1, LENGTH)
     options = {"return_dict_in_generate": True, "output_scores": True, "output_hidden_states": True}
