@@ -78,7 +78,7 @@ COMMANDS_INTRODUCTION = """\
 `.venv/bin/bosch`. It works from any folder; `python -m pipeline COMMAND …` in the checkout is the
 same program. `bosch --version` prints the version, `bosch completion bash` a script that completes
 commands, options and files.
-Where only the library is installed (`pip install .`), `bosch` has the command `show`.
+Where only the library is installed (`pip install .`), `bosch` has the commands `show` and `export`.
 `launch/torchrun.sh` takes the arguments of `run`, installs the environment if it is missing, and
 uses all GPUs. Overrides, `key.path=value`, may stand before, between and after options; values are
 YAML.
