@@ -1,7 +1,8 @@
-"""The table of methods: names, settings, bounds that no search exceeds, and refusals."""
+"""The table of methods: names, settings, bounds that no search exceeds, refusals, and the log."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from bosch.budget import swa_budget
 from bosch.errors import RunError, UserError
+from bosch.journal import Journal
 from bosch.masks import HeadMask
 from bosch.score.evaluation_log import (
     Evaluation,
@@ -32,7 +34,15 @@ from bosch.window import Window
 from stages.search.stage import SearchConfig
 from studies.landscapes import RATIO, landscape
 from tests.hybrid_case import sliding_heads
-from tests.search_case import CONTEXT, WINDOW, evaluator_of, mask_of_key, searchable
+from tests.search_case import (
+    CONTEXT,
+    WINDOW,
+    Additive,
+    evaluator_of,
+    mask_of_key,
+    random_costs,
+    searchable,
+)
 
 # A front has masks of several budgets: tests/unit/test_front_search.py.
 SELECTING = [
@@ -431,3 +441,41 @@ def test_a_log_of_another_model_or_calibration_set_is_not_used(
     assert len(ours) == 0 and ours.gradient(mask, "0/4") is ours.held_out(mask) is None
     (said,) = [record.message for record in caplog.records]
     assert "3 evaluations are of another model, calibration set or window: not used" in said
+
+
+COSTS = random_costs(3, 4, 0)
+
+
+def test_a_line_without_its_fields_is_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mask, path = HeadMask.all_full(3, 4), tmp_path / "evaluations.jsonl"
+    EvaluationLog(path, CONTEXT).append(mask, Evaluation(1.0, -0.5), "anchors")
+    [entry] = Journal(path).read_new(dict)
+    for lost in ("mask", "score"):
+        Journal(path).append({name: entry[name] for name in entry if name != lost})
+    assert EvaluationLog(path, CONTEXT).get(mask) == Evaluation(1.0, -0.5)
+    assert [text.rpartition(": ")[2] for text in caplog.messages] == [
+        "2 damaged lines are not used"
+    ]
+    assert len(path.read_text().splitlines()) == 1  # the search publishes only whole lines
+
+
+@pytest.mark.parametrize("seconds", [0.0, 100.0])
+def test_the_solvers_seconds_leave_out_the_evaluations(seconds: float) -> None:
+    scorer = Additive(COSTS)
+    evaluate = scorer.evaluate
+    scorer.evaluate = lambda mask: replace(evaluate(mask), seconds=seconds)  # type: ignore[method-assign]
+    started = time.perf_counter()
+    run = run_method("rand", scorer, SearchSettings(0.5, budget_per_layer=5))
+    passed = time.perf_counter() - started
+    assert 0 <= run.costs["solver_seconds"] <= passed
+    assert (run.costs["solver_seconds"] > 0) == (seconds == 0)
+
+
+def test_a_repeated_mask_is_in_the_trace_only_as_the_final_one() -> None:
+    evaluator = evaluator_of(Additive(COSTS))
+    for phase in ("anchors", "layer_importance", "final"):
+        evaluator.evaluate(HeadMask.all_full(3, 4), phase, phase)
+    assert [point.phase for point in evaluator.trace] == ["anchors", "layer_importance"]
+    assert evaluator.costs()["evaluations"] == evaluator.costs()["full_forward_equivalents"] == 1
