@@ -14,8 +14,8 @@ calibration examples.
 4. Moves, for the budget with the largest gap to the next larger one, of the kind that has had the
    most success for its passes: exchanges of many units that halve, a swap of two, a start that was
    not measured, and the layout of the next smaller budget grown, or of the next larger one shrunk.
-   Each start of each budget has a track of its own, with its best layout. A layout that wins is
-   also kept at every larger budget whose best one scores less.
+   Each start of each budget has a track of its own, with its best layout. A layout is also kept at
+   every other budget that it fits and whose best one scores less.
 
 With few passes, exchanges come before the first mask. Random numbers do not depend on the seed.
 """

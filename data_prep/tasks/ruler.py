@@ -1,7 +1,7 @@
 """RULER's thirteen tasks, with the same random draws as NVIDIA/RULER at commit c3f5e3b.
 
 With RULER's words (the package wonderwords), sentence splitter (NLTK's punkt) and essays, a task of
-at least 4,096 tokens has the same samples as RULER for the seed. docs/notes/deviations.md lists the
+at least 4,096 tokens has the same samples as RULER for the seed. docs/guide/evaluate.md lists the
 differences.
 """
 
