@@ -56,8 +56,8 @@ class TrainConfig(Section):
     document_masking: Flag = False
     """Whether attention stops at the documents' borders."""
     liger: Flag = False
-    """Liger's kernels, on a GPU; refused where they are not installed, or leave norms or MLPs of the
-    model as they are."""
+    """Liger's kernels, on a GPU; refused where they are not installed, or leave norms or MLPs of
+    the model as they are."""
     teacher: Literal["none", "original"] = "none"
     """Distillation: with original the loss is the KL divergence to the full-attention model of the
     same weights, which is kept in memory too, in place of the cross-entropy."""
