@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import shutil
 import signal
+import sys
 from collections import Counter
 from contextlib import nullcontext
 from functools import partial
@@ -27,6 +29,7 @@ from bosch.model.loading import load_config, load_model
 from bosch.model.materialize import materialize
 from bosch.this_process import killed_by_kernel
 from bosch.window import Window
+from pipeline.cli import main
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.measure import measurement, process
 from stages.measure.measured_model import build_model, label, planned_masks
@@ -158,23 +161,67 @@ def test_planned_models_are_the_original_and_the_grid() -> None:
     assert [mask.swa_ratio for mask in by_default] == ratios
 
 
+# What a run of the tiny model takes beside its attention, and what eager attention over 6,144
+# tokens does not find: four heads of 6,144 x 6,144 scores in float32 are 604 MB, held twice.
+# A torch for GPUs holds 0.6 GB more.
+LIMIT = 1_000_000_000 if torch.version.cuda is None else 1_600_000_000
+
+
+def test_a_report_in_which_the_hybrid_ran_out_of_memory(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """As a command; with random weights it needs only a configuration."""
+    model = tmp_path / "model"
+    model.mkdir()
+    shutil.copy(folder / "model" / "config.json", model)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/bash\nulimit -d {LIMIT // 1024}; exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # stacks count as memory, too
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    command = ["measure", str(model), "--random-weights", "--attention", "eager"]
+    command += ["--lengths", "6k", "--ratios", "0.5", "--windows", "32", "--decode-tokens", "2"]
+    command += ["--dtype", "float32", "--repeats", "1", "--output", str(tmp_path / "out")]
+    assert main(command) == 0
+    assert "out of memory" in capsys.readouterr().out
+    report = json.loads((tmp_path / "out" / "efficiency.json").read_text())
+    assert report["hardware"]["device"] == "cpu"
+    assert {"python", "torch", "transformers"} <= report["versions"].keys()
+    original, hybrid = report["points"]
+    assert (original["model"], original["length"]) == ("original", 6144)
+    assert not original["out_of_memory"], original
+    assert original["kv_cache_bytes"] == 4 * 6144 * 2 * 8 * 4
+    assert original["prefill_tokens_per_second"] > 0
+    assert len(original["runs"][0]["token_seconds"]) == 2
+    assert (hybrid["model"], hybrid["length"]) == ("hybrid", 6144)
+    assert hybrid["out_of_memory"] and "allocate memory" in hybrid["out_of_memory_reason"]
+    assert hybrid["over_original"] is None
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (
-            {"lengths": [32, 99], "windows": [8, 64]},
-            "--lengths: a sequence of 32 tokens is shorter",
-        ),
-        ({"windows": [8], "attention": "flex"}, "--attention: flex computes no passes with a KV"),
+        (["no/such/model"], "no/such/model"),
+        (["--ratios", "0.5,2"], "--ratios: expected less than or equal to 1, found "),
+        (["--dtype", "int3"], "--dtype: expected float32, bfloat16, float16, found 'int3'"),
+        (["--lengths", "4k,long"], "--lengths: 'long' is not a count"),
+        (["--sinks", "2147483647"], "--windows and --sinks: window_size and sinks are 1,024 with"),
+        (["--lengths", "32,99", "--windows", "8,64"], "--lengths: a sequence of 32 tokens is shor"),
+        (["--windows", "8", "--attention", "flex"], "--attention: flex computes no passes with a"),
     ],
 )
-def test_impossible_measurements_are_refused_before_any_run(
-    options: Any, sentence: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_faulty_input_is_one_sentence_and_status_2(
+    options: list[str], sentence: str, folder: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     monkeypatch.setitem(BACKENDS, "flex", BACKENDS["flex"]._replace(usable=lambda: True))
-    with pytest.raises(UserError, match=sentence):
-        measurement.measure(str(folder / "model"), MeasureSettings(**options), tmp_path / "none")
-    assert not (tmp_path / "none").exists()
+    arguments = options if options[0] == "no/such/model" else [str(folder / "model"), *options]
+    assert main(["measure", *arguments, "--output", str(tmp_path / "out")]) == 2
+    message = capsys.readouterr().err.strip()
+    assert message.startswith("error: ") and sentence in message and "\n" not in message
+    assert not (tmp_path / "out").exists()
 
 
 def run(seconds: float, peak: int = 100) -> dict[str, Any]:
