@@ -1,7 +1,4 @@
-"""A torn or damaged journal keeps all other entries and counts what it lost.
-
-Finished pieces of a command's work, which a journal holds, survive a stop.
-"""
+"""A torn or damaged journal keeps all other entries and counts what it lost."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ import pytest
 
 from bosch.errors import RunError
 from bosch.journal import Journal
-from stages.finished import FinishedWork
 
 ENTRIES = [
     {"step": 1, "loss": 0.5},
@@ -69,18 +65,6 @@ def test_a_damaged_byte_loses_only_its_own_line(tmp_path: Path, change) -> None:
         reader = Journal(path)
         assert reader.read_new(dict) == [*ENTRIES[:damaged], *ENTRIES[damaged + 1 :], NEW]
         assert reader.damaged == 1
-
-
-def test_damaged_lines_are_counted_in_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "journal.jsonl"
-    content = written(path)
-    path.write_bytes(content.replace(b"step", b"stop").replace(b"deep", b"dear") + b"torn")
-    assert Journal(path).read_new(dict) == ENTRIES[1:3]
-    assert caplog.messages == [f"{path}: 2 damaged lines are not used"]
-    Journal(path).append(NEW)
-    assert caplog.messages[1:] == [f"{path}: cut off a torn last line"]
 
 
 def test_a_torn_line_longer_than_a_block_is_cut_off(tmp_path: Path) -> None:
@@ -166,48 +150,3 @@ def test_a_complete_line_of_another_kind_is_damaged(tmp_path: Path) -> None:
     journal = Journal(path)
     assert journal.read_new(lambda entry: operator.index(entry["step"])) == [1, 4]
     assert journal.damaged == 5
-
-
-def never() -> dict[str, object]:
-    raise AssertionError("computed again")
-
-
-def test_a_result_is_computed_once(tmp_path: Path) -> None:
-    file = tmp_path / "deep" / "results.jsonl"
-    key = {"method": "bosch", "settings": {"seed": 1, "swa_ratio": 0.5}}
-    finished = FinishedWork(file)
-    assert finished.once(key, lambda: {"score": 0.5}) == {"score": 0.5}
-    assert finished.once(key, never) == {"score": 0.5}
-    turned = {"settings": {"swa_ratio": 0.5, "seed": 1}, "method": "bosch"}
-    assert FinishedWork(file).once(turned, never) == {"score": 0.5}
-    assert FinishedWork(file).once({**key, "method": "rand"}, lambda: {"score": 0.1}) == {
-        "score": 0.1
-    }
-    assert len(file.read_text().splitlines()) == 2
-
-
-def test_forgotten_work_is_done_again(tmp_path: Path) -> None:
-    finished = FinishedWork(tmp_path / "results.jsonl")
-    with pytest.raises(AssertionError, match="again"):
-        finished.once({"n": 0}, never)
-    finished.forget()  # although there is no file
-    finished.once({"n": 0}, lambda: {"value": 0})
-    finished.forget()
-    assert len(finished) == 0 and not (tmp_path / "results.jsonl").exists()
-    assert finished.once({"n": 0}, lambda: {"value": 1}) == {"value": 1}
-
-
-def test_a_line_without_key_or_result_is_damaged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = tmp_path / "results.jsonl"
-    FinishedWork(file).once({"n": 0}, lambda: {"value": 0})
-    Journal(file).append(
-        {"result": {"value": 1}}, {"key": {"n": 1}}, {"key": 1, "result": {}},
-        {"key": {"n": 2}, "result": [2]},
-    )  # fmt: skip
-    finished = FinishedWork(file)
-    assert len(finished) == 1
-    assert finished.once({"n": 0}, never) == {"value": 0}
-    assert finished.once({"n": 2}, lambda: {"value": 2}) == {"value": 2}
-    assert "4 damaged lines are not used" in caplog.text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from datetime import timedelta
 from threading import Barrier
 
 import pytest
@@ -135,13 +134,3 @@ def test_a_lost_connection_is_told_from_other_errors(monkeypatch):
     ):
         with pytest.raises(kind, match=message), ranks.partners_alive():
             raise RuntimeError(reason)
-
-
-def test_collectives_have_a_time_limit_in_a_process_group(monkeypatch):
-    limits = []
-    monkeypatch.setattr(dist, "set_timeout", limits.append, raising=False)
-    ranks.limit_collectives(3)
-    assert not limits, "there is no process group"
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    ranks.limit_collectives(9)
-    assert limits == [timedelta(minutes=9)]
