@@ -45,7 +45,7 @@ def run(inputs: tuple[Path, Path], work: Path, **changes: object) -> dict:
 
 
 # One of each kind; tests/unit/test_methods.py has the masks of all. `given` needs a file:
-# tests/unit/test_given_mask.py; of a front no mask is chosen yet.
+# tests/unit/test_budgets.py; of a front no mask is chosen yet.
 _OF_KINDS = {METHODS[name].kind: name for name in reversed(METHODS) if name != "front"}
 
 

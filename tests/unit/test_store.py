@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from bosch.errors import RunError
-from bosch.files import replace, write_json
+from bosch.files import replace
 from pipeline.run import locks
 from pipeline.run import store as store_module
 from pipeline.run.graph import document_key
@@ -196,29 +196,6 @@ def test_a_hash_is_kept_only_if_the_file_has_not_just_changed(
         hasher.save()
         assert cache.exists() == known
     assert FileHasher(cache, budget_bytes=0).sha256(file) == digest
-
-
-@pytest.mark.parametrize(
-    ("content", "fault"),
-    [
-        ({"seconds": 1.0}, "key: Field required"),
-        ({"key": "k", "seconds": "long"}, "seconds: Input should be a valid number"),
-        ({"key": "k", "seconds": 1.0, "packages": {"a": 5}}, "packages.a: Input should be a valid"),
-        ([], "Input should be a valid dictionary"),
-    ],
-)
-def test_a_damaged_record_is_reported_with_its_file_and_field(
-    tmp_path: Path, content: Any, fault: str
-) -> None:
-    file = tmp_path / Manifest.FILE
-    write_json(file, content)
-    with pytest.raises(RunError) as caught:
-        Manifest.read(tmp_path)
-    assert str(caught.value).startswith(f"{file}: {fault}")
-    assert str(caught.value).endswith("; run its stage again with --force")
-    file.write_text("{ torn")
-    with pytest.raises(RunError, match=f"^{file}: missing or damaged"):
-        Manifest.read(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "link to a folder", "link that leads nowhere"])
