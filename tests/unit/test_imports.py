@@ -116,8 +116,6 @@ _EXTRAS = {
 # The dependencies of vllm conflict with ours, and an export to ONNX needs more; triton comes with
 # torch's builds for a GPU. On a CPU each has its own environment.
 _SEPARATE_ENVIRONMENTS = {"onnx", "onnxruntime-genai", "triton", "vllm"}
-# Needed only to make test data, by hand.
-_BY_HAND = {"tests/data/mds/make_shards.py": {"streaming"}}
 
 
 def _lines(extra: str) -> list[str]:
@@ -147,7 +145,6 @@ def test_every_package_imported_is_declared(folder: str) -> None:
         f"{path.relative_to(ROOT)}: {package}"
         for path in sorted((ROOT / folder).rglob("*.py"))
         for package in _packages(ast.walk(_tree(path))) - declared
-        if package not in _BY_HAND.get(str(path.relative_to(ROOT)), ())
     }
     assert not missing
 

@@ -1,4 +1,8 @@
-"""The reader against shards that MosaicML's own library wrote (tests/data/mds)."""
+"""The reader against shards that MosaicML's own library wrote (tests/data/mds).
+
+By `MDSWriter` of mosaicml-streaming 0.13, with sha1 and at most 2,200 bytes a shard. Token ids are
+the bytes of TEXTS, each repeated 1 to 6 times.
+"""
 
 from __future__ import annotations
 
