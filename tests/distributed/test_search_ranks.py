@@ -26,7 +26,6 @@ FRONT = SearchConfig(
     method="front", windows=[4, WINDOW], budget={"kv_cache": "0.6 @ 40"}, budget_per_layer=30
 )
 _KILLED_AT = 9
-FAMILIES = ("qwen3", "qwen3_moe", "olmo2", "phi3")
 
 
 @pytest.fixture

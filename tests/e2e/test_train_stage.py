@@ -20,6 +20,8 @@ from transformers import AutoModelForCausalLM
 import bosch  # noqa: F401, registers hybrid models with transformers
 from bosch.errors import StoppedError, UserError
 from bosch.model.loading import load_config
+from bosch.score.calibration import CalibrationExample
+from stages.train.answers import Answers
 from stages.train.checkpoint import CheckpointWriter
 from stages.train.data import PackedSequences
 from stages.train.loop import Loop
@@ -279,6 +281,41 @@ def test_finished_work_is_not_repeated(
     monkeypatch.setattr("stages.train.run.build_loop", lambda *args: pytest.fail("trained again"))
     assert train_here(case, undisturbed) == json.loads(before["summary.json"])
     assert file_contents(undisturbed) == before
+
+
+def made_examples(folder: Path) -> list[CalibrationExample]:
+    """Prompts with the model's own answers; two of five have other answers."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    examples = []
+    for number, answer in enumerate((1, 2, 3, 1, 2)):
+        prompt = torch.tensor([[(number + 3 * n) % 64 for n in range(9 + number)]])
+        new = {"max_new_tokens": answer, "min_new_tokens": answer}
+        ids = model.generate(prompt, do_sample=False, **new)[0].tolist()
+        if number > 2:
+            ids[-1] = (ids[-1] + 1) % 64
+        examples.append(CalibrationExample(tuple(ids), answer))
+    return examples
+
+
+def test_scores_of_answers_are_those_of_generation_and_change_no_loss(
+    case: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answers of the model after the last step are known."""
+    trained = undisturbed / "checkpoints" / "tokens-1280"
+    examples = made_examples(trained)
+    monkeypatch.setattr(Answers, "of", lambda runtime, inputs: Answers(examples, every=4))
+    train_here(case, tmp_path)
+    steps = metrics(tmp_path)
+    names = ("answers", "answer_log_likelihood")
+    found = {step["step"]: [step.pop(name) for name in names] for step in steps if names[0] in step}
+    assert list(found) == [4, 8, 10] and found[10][0] == 3 / 5
+    model, nats = AutoModelForCausalLM.from_pretrained(trained), 0.0
+    for example in examples:
+        ids = torch.tensor([example.input_ids])
+        losses = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
+        nats += losses[-example.answer_length :].sum().item()
+    assert found[10][1] == pytest.approx(nats / len(examples), rel=1e-5)
+    assert steps == metrics(undisturbed)
 
 
 _KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

@@ -21,7 +21,7 @@ from stages.evaluate.scores import Scores
 from stages.evaluate.tables import TaskGroup, against, position_table, score_tables, suite_table
 from tests.report_fixture import cells
 
-ACC, NORM = "acc,none", "acc_norm,none"
+ACC = "acc,none"
 OTHER = "the original answered other samples of it; run with --force original"
 
 
