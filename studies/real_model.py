@@ -12,8 +12,9 @@ The last sequences are held out: the KL divergence to the original and the loss 
 their second halves, and the share of needle questions answered as the original does, of the tasks
 that the calibration has and of `--unseen` ones. Rows that the file has are not measured again.
 
-Prints tables in Markdown: means over seeds, and differences to the first method with the interval
-of `bosch.analysis.intervals.student`.
+Prints tables in Markdown: means over seeds, differences to the first method with the interval of
+`bosch.analysis.intervals.student`, and Jaccard distances between the sets of sliding heads (BOSCH
+4.2).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 from bosch.masks import HeadMask
 from bosch.model.search_mode import apply_head_mask
 from bosch.score.evaluation_log import EvaluationLog
+from studies.selectors import mean_distance
 from studies.studied_model import StudiedModel, command, interval, options, table
 
 RATE = 3e-4
@@ -185,6 +187,18 @@ def tables(rows: Sequence[Mapping[str, Any]], methods: Sequence[str]) -> str:
                 f"After training, less {next(iter(by_method))}:\n\n"
                 + table(["method", "seeds", *COLUMNS], differences)
             )
+        masks = {
+            name: [HeadMask(row["windows"]) for row in by_seed.values()]
+            for name, by_seed in by_method.items()
+        }
+        distances = [
+            [name, *(mean_distance(own, other) for other in masks.values())]
+            for name, own in masks.items()
+        ]
+        pages.append(
+            "Distances of the masks, of one method those between seeds:\n\n"
+            + table(["", *masks], distances)
+        )
     return "\n".join(pages)
 
 
