@@ -59,6 +59,10 @@ class Comparison:
         self.sequences = sequences[:-HELD_OUT_SEQUENCES]
         self.original = self._load().requires_grad_(False)
         apply_head_mask(self.original, HeadMask.all_full(*mask_shape(self.original.config)))
+        self.targets = [self.predictions(self.original, ids) for ids in self.held_out]
+        hybrid = self._load()
+        apply_head_mask(hybrid, self.mask)
+        self.untrained = self.worth(hybrid)
         attention = sum(p.numel() for m in attention_modules(self.original) for p in m.parameters())
         whole = sum(p.numel() for p in self.original.parameters())
         layers = sum(p.numel() for p in self.original.get_decoder().layers.parameters())
@@ -82,7 +86,7 @@ class Comparison:
         hybrid = self._load()
         apply_head_mask(hybrid, self.mask)
         order = np.random.default_rng(seed).permutation(len(self.sequences))
-        kinds, spent, points = self.kinds(plan), 0.0, [[0.0, *self.worth(hybrid)]]
+        kinds, spent, points = self.kinds(plan), 0.0, [[0.0, *self.untrained]]
         for number, kind in enumerate(kinds):
             since = number - kinds.index(kind)
             if since == 0:
@@ -117,18 +121,20 @@ class Comparison:
                 losses.append(((own - output) ** 2).sum() / (output**2).sum())
         return torch.stack(losses).sum()
 
+    @staticmethod
     @torch.no_grad()
+    def predictions(model: PreTrainedModel, ids: Tensor) -> Tensor:
+        """Log-probabilities for the second half of a sequence [1, T]: [T / 2 - 1, vocabulary]."""
+        logits = model(input_ids=ids, use_cache=False).logits
+        return logits[0, ids.shape[1] // 2 : -1].log_softmax(-1)
+
     def worth(self, hybrid: PreTrainedModel) -> tuple[float, float]:
         """KL divergence to the original and loss above its own, in nats a token."""
         divergence, loss = [], []
-        for ids in self.held_out:
-            half = ids.shape[1] // 2
-            own, target = (
-                model(input_ids=ids, use_cache=False).logits[0, half:-1].log_softmax(-1)
-                for model in (hybrid, self.original)
-            )
+        for ids, target in zip(self.held_out, self.targets, strict=True):
+            own = self.predictions(hybrid, ids)
             divergence.append((target.exp() * (target - own)).sum(-1).mean().item())
-            next_ids = ids[0, half + 1 :, None]
+            next_ids = ids[0, ids.shape[1] // 2 + 1 :, None]
             loss.append((target - own).gather(1, next_ids).mean().item())
         return float(np.mean(divergence)), float(np.mean(loss))
 
