@@ -1,6 +1,6 @@
 """What larger units of choice cost in score, and what they save in vLLM.
 
-    python -m studies.granularity recipes/quickstart.yaml --ratios 0.75,0.875 --seeds 8
+    python -m studies.granularity recipes/quickstart.yaml --ratios 0.83333333 --seeds 8
 
 With `search.head_granularity` g a search chooses g heads of a layer together, and vLLM needs fewer
 modules and cache groups for the mask. For each ratio and granularity, down to whole layers, prints
@@ -30,7 +30,7 @@ def served(mask: HeadMask) -> tuple[int, int, int]:
 
 
 def main() -> None:
-    parser = options(__doc__, "0.75,0.875")
+    parser = options(__doc__, "0.83333333")
     parser.set_defaults(methods=("bosch_plus",), seeds=8)
     chosen = parser.parse_args()
     print(f"# Units of choice\n\n{command('studies.granularity')}")
