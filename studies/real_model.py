@@ -20,7 +20,7 @@ Prints tables in Markdown: means over seeds, differences to the first method wit
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -175,11 +175,14 @@ def tables(rows: Sequence[Mapping[str, Any]], methods: Sequence[str]) -> str:
         for name, by_seed in by_method.items():
             worths = [[row[when] for row in by_seed.values()] for when in ("untrained", "trained")]
             passes = float(np.mean([row["passes"] for row in by_seed.values()]))
-            values = [float(np.mean([w[c] for w in worth])) for worth in worths for c in COLUMNS]
+            values = [_mean(w[c] for w in worth) for worth in worths for c in COLUMNS]
             means.append([name, len(by_seed), passes, *values])
             pairs = [(by_seed[s]["trained"], first[s]["trained"]) for s in by_seed if s in first]
             if by_seed is not first and pairs:
-                above = ([own[c] - other[c] for own, other in pairs] for c in COLUMNS)
+                above = (
+                    [own[c] - other[c] for own, other in pairs if None not in (own[c], other[c])]
+                    for c in COLUMNS
+                )
                 differences.append([name, len(pairs), *map(interval, above)])
         pages.append(f"## ρ = {ratio:g}\n\n{table(header, means)}")
         if differences:
@@ -200,6 +203,12 @@ def tables(rows: Sequence[Mapping[str, Any]], methods: Sequence[str]) -> str:
             + table(["", *masks], distances)
         )
     return "\n".join(pages)
+
+
+def _mean(values: Iterable[float | None]) -> float:
+    """The mean of the values that were measured; NaN if none was."""
+    measured = [value for value in values if value is not None]
+    return float(np.mean(measured)) if measured else float("nan")
 
 
 def main() -> None:

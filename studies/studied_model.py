@@ -127,6 +127,8 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def interval(values: Sequence[float]) -> str:
     """The mean difference of pairs with its interval, which fewer than five do not have."""
+    if not values:
+        return ""
     estimate = student(values)
     ends = "" if estimate.low is None else f" ({estimate.low:+.3f} to {estimate.high:+.3f})"
     return f"{estimate.mean:+.3f}{ends}"
