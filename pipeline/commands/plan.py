@@ -19,7 +19,6 @@ from pipeline.recipe.load import all_faults, missing_inputs
 from pipeline.run.graph import resolve
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices
 from stages.formats import format_bytes, format_flops, format_hours, format_length
-from stages.materialize.stage import MaterializeConfig
 from stages.search.stage import SearchConfig
 from stages.shape import shape_of
 from stages.stage import LoadedRecipe, call
@@ -128,7 +127,7 @@ def plan_lines(
     # With the mask of a file, or any mask of the recipe's ratio.
     rows = recipe[SearchConfig].kv_heads(info.kinds, recipe.model.dtype)
     full: list[LayerHeads] = [{None: info.kinds.heads}] * len(rows)
-    itemsize = BYTES[recipe[MaterializeConfig].dtype]
+    itemsize = BYTES[recipe.model.dtype]
     cache = CacheSize.of(rows, info.kinds, itemsize, state_bytes=0)
     longest = info.max_positions
     for tokens in served_tokens(longest):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -43,6 +44,11 @@ def vllm_model(
             self.model.llm_engine.engine_core.shutdown()
 
     section, gpus = config.section, torch.cuda.device_count()
+    if gpus > 1 and config.runtime.device_map != "auto":
+        # The engine is a process of its own, and takes the first GPU that it sees.
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+        own = seen.split(",")[int(os.environ.get("LOCAL_RANK", "0"))]
+        os.environ["CUDA_VISIBLE_DEVICES"] = own
     engine = VLLM(
         pretrained=model.path,
         tokenizer=tokenizer.name_or_path,

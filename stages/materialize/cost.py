@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from stages.cost import BYTES, Cost, Devices
-from stages.materialize.stage import MaterializeConfig
 from stages.shape import shape_of
 from stages.stage import LoadedRecipe
 
@@ -14,6 +13,5 @@ FLOAT32_PARAMETERS = 2_000_000_000
 def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     """Bytes of the weights on disk."""
     shape = shape_of(loaded)
-    section = loaded.recipe[MaterializeConfig]
-    itemsize = BYTES[section.dtype]
-    return Cost(0, shape.parameters * float(itemsize), f"{shape.parameters:,} parameters")
+    size = shape.parameters * float(BYTES[loaded.recipe.model.dtype])
+    return Cost(0, size, f"{shape.parameters:,} parameters")

@@ -58,7 +58,6 @@ def run(
     import torch
 
     device = config.runtime.place("cuda" if torch.cuda.is_available() else "cpu")
-    section = config.section
     mask_path, point = inputs["search"] / HEAD_MASK, None
     base = _load_base(config, device)
     check_family(base.config)
@@ -91,16 +90,15 @@ def run(
     card = model_card(mask_file, config.model, summary["kv_cache"], base_licence(config.model))
     (target / "README.md").write_text(card, encoding="utf-8")
     del hybrid
-    saved = load_model(target, dtype=section.dtype, device=device)
-    precision = "float32" if in_float32 else section.dtype
+    saved = load_model(target, dtype=config.model.dtype, device=device)
+    precision = "float32" if in_float32 else config.model.dtype
     summary["check"] = compare_logits(_logits(saved, tokens, in_float32), expected, precision)
     MaterializeSummary.model_validate(summary).write(work_dir)
     return summary
 
 
 def _load_base(config: StageConfig[MaterializeConfig], device: str) -> Any:
-    options = {**config.model.loading, "dtype": config.section.dtype}
-    return load_model(config.model.path, device=device, **options)
+    return load_model(config.model.path, device=device, **config.model.loading)
 
 
 def _point(config: StageConfig[MaterializeConfig], base: Any, front: Front) -> int:

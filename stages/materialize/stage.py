@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from pydantic import Field
 
@@ -23,8 +23,6 @@ from stages.stage import LoadedRecipe, Recipe, Stage
 class MaterializeConfig(Section):
     """The deployable model: weights permuted so that full heads come first."""
 
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Precision of the saved weights."""
     max_shard_size: Annotated[str, Field(pattern=r"^\d+(\.\d+)?[KMGT]B$")] = "5GB"
     """Largest safetensors file."""
     point: Count | None = None

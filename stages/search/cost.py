@@ -15,7 +15,7 @@ from stages.stage import LoadedRecipe
 
 
 def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
-    """The method's largest number of evaluations, each a full pass with every head full."""
+    """The method's most evaluations and a ranking's own passes, each with every head full."""
     recipe, shape = loaded.recipe, shape_of(loaded)
     search, calibration = recipe[SearchConfig], recipe[PrepareConfig].calibration
     method, examples = METHODS[search.method], calibration.examples
@@ -24,8 +24,9 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     settings = search.settings(recipe.seed, search.ratio_for(shape.kinds, recipe.model.dtype))
     evaluations = method.most_evaluations(settings, shape.full_layers, shape.key_value_heads)
     tokens = examples * calibration.length
+    passes = evaluations + (method.passes(examples) if method.reads_attention else 0)
     return Cost(
-        evaluations * shape.forward_flops(tokens, calibration.length, logits=0),
+        passes * shape.forward_flops(tokens, calibration.length, logits=0),
         note=f"at most {counted(evaluations, 'evaluation')} of {tokens:,} tokens",
         jobs=math.ceil(examples / recipe.runtime.eval_batch_size),
         efficiency=devices.efficiency or EFFICIENCY,

@@ -295,7 +295,10 @@ def _budget_faults(loaded: LoadedRecipe) -> Iterator[Fault]:
     kinds, dtype = loaded.info.kinds, loaded.recipe.model.dtype
     length = loaded.recipe[PrepareConfig].calibration.length
     if METHODS[search.method].finds_front:
-        yield from _front_faults(search, search.request_cache(kinds, dtype, length))
+        cache = search.request_cache(kinds, dtype, length)
+        if search.budget is not None:
+            yield from window_faults(search, "search.budget's context", cache.tokens)
+        yield from _front_faults(search, cache)
     if search.method == "given" and search.swa_ratio is None:
         return
     ratio = search.ratio_for(kinds, dtype)

@@ -7,7 +7,6 @@ from bosch.errors import UserError
 from bosch.score.decoder_shape import DecoderShape
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices
 from stages.formats import counted, format_bytes
-from stages.materialize.stage import MaterializeConfig
 from stages.prepare.stage import PrepareConfig
 from stages.search.stage import SearchConfig
 from stages.shape import shape_of
@@ -57,7 +56,7 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
             asked.examples * asked.length, asked.length, window_shares(rows)
         )
     efficiency = devices.efficiency or (EXPERTS_EFFICIENCY if shape.experts else EFFICIENCY)
-    saved = len(train.checkpoint_steps) * shape.parameters * BYTES[recipe[MaterializeConfig].dtype]
+    saved = len(train.checkpoint_steps) * shape.parameters * BYTES[recipe.model.dtype]
     # The older restart point is kept until the newer is complete.
     restart = 2 * restart_point_bytes(shape, recipe.runtime.sharding)
     note = f"{counted(train.optimizer_steps, 'step')} of {train.batch_tokens:,} tokens"

@@ -89,6 +89,13 @@ class TrainConfig(Section):
         return "" if self.teacher == "none" else "KL divergence from the original"
 
 
+# Families of which Liger 0.8 does not replace all norms and MLPs; of some it depends on the version
+# of transformers. Training looks at the model itself.
+LEFT_BY_LIGER = (
+    "gemma4", "gemma4_text", "gpt_oss", "hunyuan_v1_dense", "hunyuan_v1_moe", "nemotron", "olmo2",
+    "olmo3", "qwen3_5_moe", "qwen3_5_moe_text",
+)  # fmt: skip
+
 CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"
 _CHECKPOINT = re.compile(r"tokens-(\d+)")
@@ -292,6 +299,9 @@ def _model_faults(loaded: LoadedRecipe, train: TrainConfig) -> Iterator[Fault]:
             "the model's config.json has output_router_logits = true, and training has no loss of "
             "the router; set it to false",
         )
+    family = str(loaded.info.config.get("model_type"))
+    if train.liger and family in LEFT_BY_LIGER:
+        yield Fault("train.liger", f"Liger leaves norms or MLPs of {family} as they are; set false")
     if train.document_masking and mixes_documents(loaded.info.loaded):
         yield Fault(
             "train.document_masking",

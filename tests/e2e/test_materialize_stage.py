@@ -62,8 +62,8 @@ def _run(
         folder.mkdir(exist_ok=True)
     (mask or _mask()).save(search / "head_mask.json")
     config = StageConfig(
-        section=MaterializeConfig(dtype=dtype, max_shard_size="32KB", point=point),
-        model=ModelConfig(path=str(base)),
+        section=MaterializeConfig(max_shard_size="32KB", point=point),
+        model=ModelConfig(path=str(base), dtype=dtype),
         seed=3,
         runtime=Runtime(),
         upstream=upstream or {},

@@ -115,7 +115,7 @@ def test_a_manifest_has_the_number_of_gpus_of_its_stage(case: Case) -> None:
         ("seed=7", "prepare", "seed changed 0 → 7"),
         ("train.total_tokens=1k", "train", "train.total_tokens changed 2048 → 1024"),
         ("model.dtype=float32", "search", "model.dtype changed bfloat16 → float32"),
-        ("materialize.dtype=float32", "materialize", "materialize.dtype changed bfloat16"),
+        ("materialize.max_shard_size=4GB", "materialize", "max_shard_size changed 5GB → 4GB"),
         ("evaluate.ruler.samples=3", "original", "evaluate.ruler.samples changed 2 → 3"),
         ("report.title=New", "report", "report.title changed tiny → New"),
         ("prepare.sources.0.weight=2", "prepare", "prepare.sources.0.weight changed 1 → 2"),
