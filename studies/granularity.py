@@ -1,6 +1,8 @@
 """What larger units of choice cost in score, and what they save in vLLM.
 
     python -m studies.granularity recipes/quickstart.yaml --ratios 0.83333333 --seeds 8
+    python -m studies.granularity recipes/study/composition_8x8.yaml --ratios 0.5,0.75 \\
+        --examples recipes/study/composition_8x8/calibration.jsonl
 
 With `search.head_granularity` g a search chooses g heads of a layer together, and vLLM needs fewer
 modules and cache groups for the mask. For each ratio and granularity, down to whole layers, prints
@@ -35,7 +37,7 @@ def main() -> None:
     chosen = parser.parse_args()
     print(f"# Units of choice\n\n{command('studies.granularity')}")
     found: dict[tuple[str, float, int], list[tuple[float, ...]]] = {}
-    model = StudiedModel(chosen.recipe, chosen.changes, chosen.held_out)
+    model = StudiedModel(chosen.recipe, chosen.changes, chosen.held_out, chosen.examples)
     heads = model.shape[1]
     sizes = [size for size in range(1, heads + 1) if heads % size == 0]
     for seed in range(chosen.seeds):

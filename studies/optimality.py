@@ -61,7 +61,7 @@ def standing(mask: HeadMask, landscape: Landscape) -> Standing:
 
 def main() -> None:
     chosen = options(__doc__, "0.25,0.5,0.75").parse_args()
-    model = StudiedModel(chosen.recipe, chosen.changes, chosen.held_out)
+    model = StudiedModel(chosen.recipe, chosen.changes, chosen.held_out, chosen.examples)
     layers, heads = model.shape
     for ratio in chosen.ratios:
         count = comb(layers * heads, swa_budget(layers * heads, ratio))

@@ -79,7 +79,7 @@ def _sliding(mask: HeadMask) -> npt.NDArray[np.bool_]:
 
 def main() -> None:
     chosen = options(__doc__, "0.25,0.5,0.75,0.875").parse_args()
-    model = StudiedModel(chosen.recipe, chosen.changes, chosen.held_out)
+    model = StudiedModel(chosen.recipe, chosen.changes, chosen.held_out, chosen.examples)
     print(f"# Heads that the methods choose\n\n{command('studies.selectors')}")
     masks = {
         (method, ratio): [

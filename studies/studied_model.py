@@ -7,8 +7,10 @@ import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from bosch.analysis.intervals import student
@@ -34,10 +36,16 @@ PAPER_METHODS = ("intr", "razor", "fisher", "bosch", "bosch_plus")
 
 
 class StudiedModel:
-    """A recipe's model in search mode, with its calibration set and other questions held out."""
+    """A recipe's model in search mode, with its calibration set and other questions held out.
 
-    def __init__(self, recipe: str, changes: Sequence[str], held_out: int) -> None:
+    The questions are the recipe's needles, or drawn from a file of `examples`.
+    """
+
+    def __init__(
+        self, recipe: str, changes: Sequence[str], held_out: int, examples: Path | None = None
+    ) -> None:
         self.recipe = load_recipe(recipe, changes).recipe
+        self.examples = None if examples is None else CalibrationSet.load(examples).examples
         model = self.recipe.model
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.model = load_model(model.path, device=device, **model.loading)
@@ -56,6 +64,12 @@ class StudiedModel:
     ) -> Objective:
         """Questions that the model answers right; the two spaces share no needle."""
         config, model = self.recipe[PrepareConfig].calibration, self.recipe.model
+        window, size = self.recipe[SearchConfig].window, self.recipe.runtime.eval_batch_size
+        if self.examples is not None:  # the first ones are held out
+            first = len(self.examples) // 2 if space == "calibration" else 0
+            drawn = np.random.default_rng(seed).permutation(len(self.examples) // 2)[:count]
+            own = CalibrationSet(tuple(self.examples[first + index] for index in drawn))
+            return Objective(self.model, own, window, batch_size=size)
         tokenizer = load_tokenizer(
             TokenizerSpec(model.path, model.revision, model.trust_remote_code)
         )
@@ -63,12 +77,11 @@ class StudiedModel:
             tasks or config.tasks, count, config.length, config.new_tokens, space,
             self.recipe.seed + seed, tokenizer, haystack_words(config.essay_dir),
         )  # fmt: skip
-        size = self.recipe.runtime.eval_batch_size
         records = answered(LanguageModel(self.model, tokenizer, ChatConfig(), size), list(prompts))
         examples = CalibrationSet.from_records(
             (r["input_ids"], r["answer_length"]) for r in records
         )
-        return Objective(self.model, examples, self.recipe[SearchConfig].window, batch_size=size)
+        return Objective(self.model, examples, window, batch_size=size)
 
     def search(
         self, method: str, ratio: float, seed: int, log: EvaluationLog | None = None, **changes: Any
@@ -106,6 +119,7 @@ def options(description: str | None, ratios: str) -> argparse.ArgumentParser:
     parser.add_argument("--budget", type=int, default=16, help="κ, evaluations per layer")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of methods that draw at random")
     parser.add_argument("--held-out", type=int, default=48, help="questions that no search sees")
+    parser.add_argument("--examples", type=Path, help="questions instead of needles, as JSON lines")
     return parser
 
 
