@@ -1,7 +1,6 @@
 """Train a model that must compose heads: chains of look-ups, and lists copied behind a look-up.
 
     python -m recipes.study.make_composition_model --layers 8 --kv-heads 8 --output DIR
-    python -m recipes.study.make_composition_model --texts FILE.jsonl.gz   # for more training
 
 A Llama whose text is symbols. Facts `a b ;` form chains a b c d, lists are `a b c d ;`, all in
 random order; then questions: `a Q1` asks for the list after its key a, `a Q2` and `a Q3` for the
@@ -20,7 +19,6 @@ are the answer), `training.json` and `training_log.jsonl`.
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import platform
 import time
@@ -46,8 +44,6 @@ LENGTH, QUESTIONS = 208, 10
 BATCH, RATE, WARMUP_STEPS, DECAY_STEPS = 8, 1e-3, 30, 100
 LOCAL_HEADS, LOCAL_LAYERS = 0.25, 0.1
 EXAMPLES = 256
-# Texts for continual pretraining: batches of steps far from those that made the model.
-NEW_TEXTS, TEXT_STEPS = 100_000, 64
 
 # Subspaces of the residual stream: the token, the token before it, the results of one and of two
 # look-ups, the answer, and flags.
@@ -231,15 +227,6 @@ def exact_match(model: LlamaForCausalLM, records: list[dict[str, Any]], kind: in
     return right / len(of_kind)
 
 
-def write_texts(file: Path) -> None:
-    """JSON lines of texts that no model has read, which prepare ends with the token `;`."""
-    steps = range(NEW_TEXTS, NEW_TEXTS + TEXT_STEPS)
-    rows = (row for step in steps for row in training_batch(step)[0].tolist())
-    texts = (" ".join(WORDS[token] for token in row[:-1]) for row in rows)
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    file.write_bytes(gzip.compress(lines.encode(), mtime=0))
-
-
 def write_tokenizer(output: Path) -> None:
     """Write a tokenizer with a word for each symbol."""
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, ";"))
@@ -298,14 +285,9 @@ def train(output: Path, layers: int, kv_heads: int, steps: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    output = parser.add_mutually_exclusive_group(required=True)
-    output.add_argument("--output", type=Path)
-    output.add_argument("--texts", type=Path)
+    parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--steps", type=int, default=240)
     arguments = parser.parse_args()
-    if arguments.texts is not None:
-        write_texts(arguments.texts)
-    else:
-        train(arguments.output, arguments.layers, arguments.kv_heads, arguments.steps)
+    train(arguments.output, arguments.layers, arguments.kv_heads, arguments.steps)
