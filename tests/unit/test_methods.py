@@ -23,25 +23,21 @@ from bosch.score.evaluation_log import (
     EvaluationLog,
     GateGradient,
 )
-from bosch.score.objective import Objective
 from bosch.search import solvers
 from bosch.search.bosch import SearchResult
 from bosch.search.evaluator import Evaluator
 from bosch.search.methods import METHODS, MethodName
 from bosch.search.runs import find_mask, run_method
 from bosch.search.settings import SearchSettings
-from bosch.window import Window
 from stages.search.stage import SearchConfig
 from studies.landscapes import RATIO, landscape
 from tests.hybrid_case import sliding_heads
 from tests.search_case import (
     CONTEXT,
-    WINDOW,
     Additive,
     evaluator_of,
     mask_of_key,
     random_costs,
-    searchable,
 )
 
 # A front has masks of several budgets: tests/unit/test_front_search.py.
@@ -134,28 +130,6 @@ def test_every_mask_is_on_budget_and_no_search_exceeds_its_bound(
     assert evaluator.costs()["evaluations"] <= len(evaluator.trace) <= most
     if METHODS[name].searches:  # including a gradient that forms the units, if any
         assert len(evaluator.trace) + evaluator.passes_of_gradients <= most
-
-
-@pytest.fixture(scope="module")
-def searched() -> Any:
-    """A model and its calibration set, which searches do not change."""
-    return searchable()
-
-
-@pytest.mark.parametrize("name", SELECTING)
-def test_a_mask_of_a_model_is_on_budget_and_within_the_bound(name: str, searched: Any) -> None:
-    ratio, budget, granularity = 0.5, 5, 2
-    objective = Objective(*searched, Window(WINDOW), batch_size=4)
-    options = SearchSettings(ratio, budget_per_layer=budget, head_granularity=granularity)
-    evaluator, result = search_with(name, objective, options)
-    assert not any(count % granularity for count in result.mask.is_full.sum(1).tolist())
-    assert result.mask.num_sliding == swa_budget(objective.num_layers * 4, ratio)
-    most = METHODS[name].most_evaluations(options, *objective.shape)
-    assert evaluator.costs()["evaluations"] <= len(evaluator.trace) <= most
-    if METHODS[name].gradients:
-        passes = len(evaluator.trace) + evaluator.passes_of_gradients
-        # The gradient that forms the units counts, too; the last one may exceed the rest.
-        assert passes <= most + evaluator.passes_of_gradients / evaluator.costs()["gradients"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""A stage of one file runs, is cached, checked, planned and reported: nothing else knows it."""
+"""A stage of one file has its place among the others: nothing else knows it.
+
+tests/e2e/test_own_files.py plans and runs it in a checkout.
+"""
 
 from __future__ import annotations
 
@@ -14,39 +17,8 @@ from pipeline.recipe.load import load_recipe
 from pipeline.recipe.stage_list import in_order
 from pipeline.run.runner import Runner, RunOptions
 from stages.report import index
-from stages.stage import LoadedRecipe
 from tests import own_stage
 from tests.pipeline_case import Case, fake_table, in_process
-
-TABLE = in_order([*fake_table(), own_stage.STAGE])
-
-
-@pytest.fixture
-def case(case: Case) -> Case:
-    case.content["words"] = {"folder": str(case.corpus)}
-    case.save()
-    return case
-
-
-def load(case: Case, *overrides: str) -> LoadedRecipe:
-    return load_recipe(case.file, overrides, env={}, stages=TABLE)
-
-
-def states(case: Case, *overrides: str) -> dict[str, str]:
-    runner = Runner(load(case, *overrides), RunOptions(), in_process)
-    return {state.node.name: str(state) for state in runner.states()}
-
-
-def test_it_runs_in_its_place_and_is_cached(case: Case) -> None:
-    assert Runner(load(case), RunOptions(), in_process).run() == 8
-    names = [stage.name for stage in TABLE]
-    assert names.index("prepare") < names.index("words") < names.index("report")
-    assert (case.output("words") / "words.txt").read_text() == "some\ntext"
-    assert json.loads((case.output("words") / "manifest.json").read_text())["version"] == 3
-    assert set(states(case).values()) == {"cached"}
-    assert states(case, "words=null")["report"].startswith("to run")
-    report = json.loads((case.output("report") / "output.json").read_text())
-    assert "words" in report["inputs"]
 
 
 def test_it_may_read_all_stages_or_the_report_itself(
@@ -58,6 +30,8 @@ def test_it_may_read_all_stages_or_the_report_itself(
         (given[2] / "index.html").write_text("page")
         return {}
 
+    case.content["words"] = {"folder": str(case.corpus)}
+    case.save()
     monkeypatch.setattr(own_stage, "with_page", with_page, raising=False)
     indexed: list[Any] = []
     monkeypatch.setattr(index, "write_index", indexed.append)
