@@ -15,16 +15,18 @@ from typing import Any
 import pytest
 
 from bosch.errors import RunError, UserError
+from pipeline.cli import main
 from pipeline.recipe.load import load_recipe
-from pipeline.recipe.stage_list import STAGES
+from pipeline.recipe.stage_list import STAGES, in_order
 from pipeline.run.graph import resolve
 from pipeline.run.runner import Runner, RunOptions
 from pipeline.run.status import differences, inspect
 from pipeline.run.store import Store
 from pipeline.run.worker import execute
 from stages.published import Manifest
+from stages.report import index
 from stages.stage import LoadedRecipe, World, model_processes
-from tests import fake_stages
+from tests import fake_stages, own_stage
 from tests.pipeline_case import Case, fake_table, in_process, runner
 
 # The stages that the recipe asks for.
@@ -115,7 +117,11 @@ def test_a_manifest_has_the_number_of_gpus_of_its_stage(case: Case) -> None:
         ("seed=7", "prepare", "seed changed 0 → 7"),
         ("train.total_tokens=1k", "train", "train.total_tokens changed 2048 → 1024"),
         ("model.dtype=float32", "search", "model.dtype changed bfloat16 → float32"),
-        ("materialize.max_shard_size=4GB", "materialize", "max_shard_size changed 5GB → 4GB"),
+        (
+            "materialize.max_shard_size=4GB",
+            "materialize",
+            "materialize.max_shard_size changed 5GB → 4GB",
+        ),
         ("evaluate.ruler.samples=3", "original", "evaluate.ruler.samples changed 2 → 3"),
         ("report.title=New", "report", "report.title changed tiny → New"),
         ("prepare.sources.0.weight=2", "prepare", "prepare.sources.0.weight changed 1 → 2"),
@@ -438,3 +444,43 @@ def test_another_node_ends_if_the_first_one_fails_or_never_comes(case: Case) -> 
     loaded = replace(loaded, world=World(nodes=2, node_rank=1))
     with pytest.raises(RunError, match=r"prepare: the first node has not made it in 0.01 minutes"):
         Runner(loaded, RunOptions(), in_process).run()
+
+
+def test_it_may_read_all_stages_or_the_report_itself(
+    case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A second stage that needs all, and one that needs the report, whose page is still named."""
+
+    def with_page(*given: Any) -> dict[str, Any]:
+        (given[2] / "index.html").write_text("page")
+        return {}
+
+    case.content["words"] = {"folder": str(case.corpus)}
+    case.save()
+    monkeypatch.setattr(own_stage, "with_page", with_page, raising=False)
+    indexed: list[Any] = []
+    monkeypatch.setattr(index, "write_index", indexed.append)
+    table = [
+        replace(stage, function="tests.own_stage:with_page") if stage.name == "report" else stage
+        for stage in fake_table()
+    ]
+    digest = replace(own_stage.STAGE, name="digest", needs=None)
+    send = replace(own_stage.STAGE, name="send", field=None, needs=("report",))
+    stages = in_order([send, *table, digest])
+    assert [stage.name for stage in stages][-3:] == ["digest", "report", "send"]
+    loaded = load_recipe(case.file, env={}, stages=stages)
+    assert Runner(loaded, RunOptions(), in_process).run() == 9
+    summary = json.loads((case.output("digest") / "manifest.json").read_text())["summary"]
+    read = {one.name for one in loaded.present} - {"digest", "report", "send"}
+    assert set(summary["inputs"]) == read
+    assert main(["run", str(case.file)], stages) == 0
+    assert f"report: {case.output('report')}" in capsys.readouterr().out
+    assert indexed == [case.runs]
+    monkeypatch.setattr(os, "access", lambda *given: False)  # somebody else's results
+    assert main(["run", str(case.file)], stages) == 0
+    assert indexed == [case.runs]
+
+
+def test_a_stage_that_needs_what_is_no_stage_is_refused() -> None:
+    with pytest.raises(ValueError, match="stage words needs serach, which is no stage"):
+        in_order([*fake_table(), replace(own_stage.STAGE, needs=("prepare", "serach"))])
