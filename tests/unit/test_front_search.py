@@ -296,15 +296,6 @@ def test_a_size_whose_starts_fail_does_not_feed_the_others() -> None:
     assert {"gates", "elimination", "grown"} <= {*names}
 
 
-def test_each_size_has_several_starts_of_its_own() -> None:
-    evaluator = evaluator_of(WindowLandscape("chains", (4, 4), (16,)))
-    evaluator.slot_budgets = SlotBudgets(TOKENS, (5000, 6000, 7000))
-    evaluator.anchors(0.5)
-    search = front_search(evaluator, SearchSettings(0.5, budget_per_layer=200))
-    search.run()
-    assert all(len(point.tracks) >= 3 and not point.starts for point in search.points)
-
-
 @pytest.mark.parametrize(("name", "gates_win"), [("chains", False), ("xor", True)])
 def test_the_start_that_wins_at_a_middle_size_comes_first_at_the_others(
     name: str, gates_win: bool

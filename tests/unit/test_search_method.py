@@ -24,7 +24,7 @@ from bosch.search.bosch import (
     layer_weights,
     ratio_groups,
 )
-from bosch.search.groups import layer_groups, max_layers_per_group, split_evenly
+from bosch.search.groups import layer_groups, max_layers_per_group
 from bosch.search.loss import Anchors, Loss
 from bosch.search.settings import SearchSettings
 from tests.hybrid_case import sliding_heads
@@ -310,9 +310,3 @@ def test_b_layer_makes_no_full_layer_full():
     evaluator = evaluator_of(Additive(random_costs(3, 4, 0), score))
     result = b_layer(evaluator, SearchSettings(0.5, budget_per_layer=3, strict=True))
     assert [len(heads) for heads in sliding_heads(result.mask)] == [0, 2, 4]
-
-
-@given(st.integers(0, 60), st.integers(1, 12))
-def test_groups_have_nearly_equal_sizes(count, parts):
-    expected = [part.tolist() for part in np.array_split(np.arange(count), parts)]
-    assert split_evenly(range(count), parts) == expected

@@ -28,8 +28,6 @@ from tests.vllm_case import (
 
 ROOT = Path(__file__).resolve().parents[2]
 _PATIENCE_SECONDS = 600
-# The quickstart's base model has no chat template.
-_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 @pytest.fixture(scope="module")
@@ -47,26 +45,19 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def client(folder: Path, log: Path) -> Iterator[OpenAI]:
-    """A server by the command of docs/guide/serving.md, and a template for chat."""
+    """A server by the command of docs/guide/serving.md."""
     command = [str(Path(sys.executable).with_name("vllm")), "serve", str(folder), "--port"]
-    options = [
-        "--served-model-name", "hybrid", "--dtype", "float32", "--enforce-eager",
-        "--chat-template", _TEMPLATE,
-    ]  # fmt: skip
+    options = ["--served-model-name", "hybrid", "--dtype", "float32", "--enforce-eager"]
     variables = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
     with running(lambda port: [*command, port, *options], log, env=variables) as address:
         yield OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
 
 
-@pytest.fixture(scope="module")
-def text() -> str:
-    """A text longer than the window of 128 tokens."""
-    return (ROOT / "README.md").read_text(encoding="utf-8")[:1500]
-
-
-def test_completions_have_transformers_logprobs(client: OpenAI, folder: Path, text: str) -> None:
+def test_completions_have_transformers_logprobs(client: OpenAI, folder: Path) -> None:
+    """Of a text longer than the window of 128 tokens."""
     from transformers import AutoTokenizer
 
+    text = (ROOT / "README.md").read_text(encoding="utf-8")[:1500]
     answer: Any = client.completions.create(
         model="hybrid", prompt=text, max_tokens=20, temperature=0, logprobs=0, echo=True
     )
