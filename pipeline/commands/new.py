@@ -33,7 +33,6 @@ SMOKE = (
     "name=smoke",
     "prepare.train_tokens=256k",
     "prepare.calibration.examples=4",
-    "search.budget_per_layer=1",
     "train.total_tokens=256k",
     "train.checkpoint_tokens=[256k]",
     "evaluate.ruler.samples=4",
@@ -61,8 +60,7 @@ prepare:
     length: {length}                 # a length at which the model still answers needle questions
 
 search:
-  method: bosch_plus           # a tenth of the evaluations of bosch, the published search
-  budget_per_layer: 8
+  method: razor                # a ranking from one text; bosch_plus searches, bosch as published
   swa_ratio: 0.75              # three of four KV heads become sliding
   window_size: {window}             # well below the calibration length
 

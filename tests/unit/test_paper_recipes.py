@@ -46,9 +46,7 @@ def test_paper_recipes_have_the_papers_parameters(name: str, shards: list[str]) 
     assert recipe.model.path == MODELS[name]
     search, train, evaluate = recipe.search, recipe.train, recipe.evaluate
     assert (search.swa_ratio, search.window_size, search.sinks) == (0.75, 1024, 0)
-    assert (search.budget_per_layer, search.alpha, search.gamma) == (8, 100.0, 0.2)
-    assert (search.method, search.solver) == ("bosch_plus", "nomad")
-    assert search.max_group_variables == 50
+    assert search.method == "razor"
     calibration = recipe.prepare.calibration
     assert (calibration.examples, calibration.length) == (64, 32768)
     assert recipe.prepare.sequence_length == 32768
@@ -67,6 +65,7 @@ def test_the_documented_override_gives_the_published_search(shards: list[str]) -
     published = ["search.method=bosch", "search.strict=true", "search.budget_per_layer=100"]
     search = _load("qwen3_14b", *shards, *published).recipe.search
     assert (search.method, search.solver, search.budget_per_layer) == ("bosch", "nomad", 100)
+    assert (search.alpha, search.gamma, search.max_group_variables) == (100.0, 0.2, 50)
     assert not search.settings(0).break_ties
 
 
@@ -112,9 +111,8 @@ def test_the_readme_has_the_papers_runs(runs: dict[str, LoadedRecipe]) -> None:
         (recipe.model.path, recipe.search.method, recipe.search.swa_ratio) for recipe in recipes
     }
     paths = MODELS.values()
-    assert {(path, "bosch_plus", ratio) for path in paths for ratio in RATIOS} <= settings
+    assert {(path, "razor", ratio) for path in paths for ratio in RATIOS} <= settings
     assert {(path, method, 0.75) for path in paths for method in BASELINES} <= settings
-    assert any("Llama-3" in path for path, _, _ in settings)
 
 
 def test_the_readme_has_the_ablation_of_lengths(
@@ -157,8 +155,9 @@ def test_a_recipe_accepts_each_published_mask_which_is_what_its_name_says(path: 
             "search.method=given", f"search.mask={path}", f"search.swa_ratio={ratio}",
             f"search.window_size={window.size}", "search.points=null",
         ],
+        fetch=False, env={},
     )  # fmt: skip
-    assert loaded.recipe.model.path == str(ROOT / file.model)
+    assert loaded.recipe.model.path in (file.model, str(ROOT / file.model))
 
 
 def test_there_are_masks_to_check() -> None:
