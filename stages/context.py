@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import AfterValidator, Field
@@ -123,8 +123,3 @@ class StageConfig(Generic[OwnSection]):
     def upstream_section(self, kind: type[AnySection]) -> AnySection:
         """The upstream section of type `kind`; raises StopIteration if there is none."""
         return next(section for section in self.upstream.values() if isinstance(section, kind))
-
-    def with_section(self, section: AnySection) -> StageConfig[AnySection]:
-        """A copy with another stage's section, for calling that stage's function."""
-        replaced: Any = replace(self, section=section)  # type: ignore[arg-type]
-        return replaced

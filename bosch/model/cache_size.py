@@ -62,11 +62,6 @@ class CacheSize:
         return self.bytes_per_head * sum(self.heads.values())
 
     @property
-    def per_token(self) -> int:
-        """Growth per token once the windows are full."""
-        return self.bytes_per_head * self.heads.get(None, 0)
-
-    @property
     def sliding_bytes(self) -> int:
         """Most bytes of the sliding heads in a HybridCache, at any context length."""
         windows = ((window, count) for window, count in self.heads.items() if window is not None)
