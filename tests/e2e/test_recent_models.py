@@ -50,7 +50,6 @@ def test_a_recent_model_runs_through_every_stage(family: str, tmp_path: Path) ->
     case.content["model"]["dtype"] = "float32"
     case.content["prepare"]["calibration"]["length"] = 1024
     case.content["search"] |= {"method": "bosch_plus", "budget_per_layer": 4}
-    case.content["materialize"] = {"dtype": "float32"}
     case.content["train"] |= {"mixed_precision": "no", "teacher": "original"}
     ruler = {"lengths": [1024], "samples": 2, "max_new_tokens": 4}
     case.content["evaluate"] = {"tasks": ["niah_single_1"], "ruler": ruler}
