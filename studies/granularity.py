@@ -1,8 +1,7 @@
 """What larger units of choice cost in score, and what they save in vLLM.
 
-    python -m studies.granularity recipes/quickstart.yaml --ratios 0.83333333 --seeds 8
-    python -m studies.granularity recipes/study/composition_8x8.yaml --ratios 0.5,0.75 \\
-        --examples recipes/study/composition_8x8/calibration.jsonl
+    python -m studies.granularity recipes/study/composition_8x8.yaml --ratios 0.5,0.75,0.875 \\
+        --held-out 64 --examples recipes/study/composition_8x8/calibration.jsonl
 
 With `search.head_granularity` g a search chooses g heads of a layer together, and vLLM needs fewer
 modules and cache groups for the mask. For each ratio and granularity, down to whole layers, prints
@@ -18,7 +17,7 @@ from statistics import mean
 
 from bosch.engines.vllm.plan import gpu_plan
 from bosch.masks import HeadMask
-from studies.studied_model import StudiedModel, command, interval, options, table
+from studies.studied_model import StudiedModel, command, mean_difference, options, table
 
 TOKENS = 32 * 1024
 
@@ -32,7 +31,7 @@ def served(mask: HeadMask) -> tuple[int, int, int]:
 
 
 def main() -> None:
-    parser = options(__doc__, "0.83333333")
+    parser = options(__doc__, "0.75")
     parser.set_defaults(methods=("bosch_plus",), seeds=8)
     chosen = parser.parse_args()
     print(f"# Units of choice\n\n{command('studies.granularity')}")
@@ -65,9 +64,8 @@ def main() -> None:
         means = [mean(column) for column in zip(*runs, strict=True)]
         share = mean(own[6] / other[6] for own, other in zip(runs, single, strict=True))
         units = "a layer" if size == heads else str(size)
-        rows.append(
-            [method, ratio, units, *means[:4], interval(above), *map(round, means[4:6]), share]
-        )
+        counts = map(round, means[4:6])
+        rows.append([method, ratio, units, *means[:4], mean_difference(above), *counts, share])
     print(table(header, rows))
 
 

@@ -35,7 +35,7 @@ from bosch.masks import HeadMask
 from bosch.model.search_mode import apply_head_mask
 from bosch.score.evaluation_log import EvaluationLog
 from studies.selectors import mean_distance
-from studies.studied_model import StudiedModel, command, interval, options, table
+from studies.studied_model import StudiedModel, command, mean_difference, options, table
 
 RATE = 3e-4
 HELD_OUT_SEQUENCES = 4
@@ -183,7 +183,7 @@ def tables(rows: Sequence[Mapping[str, Any]], methods: Sequence[str]) -> str:
                     [own[c] - other[c] for own, other in pairs if None not in (own[c], other[c])]
                     for c in COLUMNS
                 )
-                differences.append([name, len(pairs), *map(interval, above)])
+                differences.append([name, len(pairs), *map(mean_difference, above)])
         pages.append(f"## ρ = {ratio:g}\n\n{table(header, means)}")
         if differences:
             pages.append(

@@ -28,6 +28,7 @@ from data_prep.text import haystack_words
 from pipeline.recipe.load import load_recipe
 from stages.evaluate.chat import ChatConfig
 from stages.evaluate.lm import LanguageModel
+from stages.formats import interval, signed
 from stages.prepare.stage import PrepareConfig
 from stages.search.examples import answered
 from stages.search.stage import SearchConfig
@@ -139,13 +140,13 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-def interval(values: Sequence[float]) -> str:
+def mean_difference(values: Sequence[float]) -> str:
     """The mean difference of pairs with its interval, which fewer than five do not have."""
     if not values:
         return ""
-    estimate = student(values)
-    ends = "" if estimate.low is None else f" ({estimate.low:+.3f} to {estimate.high:+.3f})"
-    return f"{estimate.mean:+.3f}{ends}"
+    mean, low, high = student(values)
+    ends = "" if low is None or high is None else f" {interval(low, high, 3)}"
+    return f"{signed(mean, 3)}{ends}"
 
 
 def spread(values: Sequence[float]) -> str:

@@ -181,9 +181,7 @@ def _source_of(data: str) -> Source:
     pattern = os.path.join(glob.escape(data), _JSON_BELOW) if is_json else data
     source = Source("mine", kind, os.path.expanduser(pattern))
     field = source.text_field
-    with contextlib.suppress(
-        UserError, RunError
-    ):  # `run` says why its first document cannot be read
+    with contextlib.suppress(UserError, RunError):  # `run` says why a document cannot be read
         field = text_field(source)
     return replace(source, path=pattern, text_field=field)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -44,21 +46,33 @@ def vllm_model(
             self.model.llm_engine.engine_core.shutdown()
 
     section, gpus = config.section, torch.cuda.device_count()
-    if gpus > 1 and config.runtime.device_map != "auto":
-        # The engine is a process of its own, and takes the first GPU that it sees.
-        seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
-        own = seen.split(",")[int(os.environ.get("LOCAL_RANK", "0"))]
-        os.environ["CUDA_VISIBLE_DEVICES"] = own
-    engine = VLLM(
-        pretrained=model.path,
-        tokenizer=tokenizer.name_or_path,
-        tokenizer_revision=model.revision,
-        tensor_parallel_size=max(1, gpus) if config.runtime.device_map == "auto" else 1,
-        enforce_eager=gpus == 0,
-        enable_thinking=section.enable_thinking,
-        think_end_token=section.think_end_token,
-        **model.loading,
-    )
+    shared = config.runtime.device_map == "auto"
+    with nullcontext() if shared or gpus < 2 else own_gpu(gpus):
+        engine = VLLM(
+            pretrained=model.path,
+            tokenizer=tokenizer.name_or_path,
+            tokenizer_revision=model.revision,
+            tensor_parallel_size=max(1, gpus) if shared else 1,
+            enforce_eager=gpus == 0,
+            enable_thinking=section.enable_thinking,
+            think_end_token=section.think_end_token,
+            **model.loading,
+        )
     engine.tokenizer, engine.log = tokenizer, log
     engine.hf_chat_template = template_without_date(tokenizer).get("chat_template")
     return engine
+
+
+@contextmanager
+def own_gpu(gpus: int) -> Iterator[None]:
+    """Let a process started in this block see only this rank's GPU; an engine takes the first."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    seen = (before or ",".join(map(str, range(gpus)))).split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = seen[int(os.environ.get("LOCAL_RANK", "0"))]
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from stages.evaluate.models import EvaluatedModel, evaluate_models
 from stages.evaluate.positions import documents, long_documents, token_losses
 from stages.evaluate.scores import Scores, read_samples
 from stages.evaluate.stage import EvaluateConfig, PositionConfig
+from stages.evaluate.vllm import own_gpu
 from stages.original import run as original
 from stages.prepare import run as prepare
 from stages.prepare.stage import PrepareConfig
@@ -226,6 +228,18 @@ def test_a_hybrid_has_the_recipes_backend(stages: Path) -> None:
     place = ModelConfig(path=str(stages / "materialize/model"), dtype="float32")
     model = models.load_evaluated(config, EvaluatedModel("hybrid", place), torch.device("cpu"))
     model(torch.ones(1, 2, dtype=int), output_attentions=True)  # refused unless eager
+
+
+@pytest.mark.parametrize(("before", "seen"), [(None, "1"), ("4,6", "6")])
+def test_an_engine_sees_only_the_gpu_of_its_rank(monkeypatch, before, seen) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    name = "CUDA_VISIBLE_DEVICES"
+    monkeypatch.delenv(name, raising=False)
+    if before is not None:
+        monkeypatch.setenv(name, before)
+    with own_gpu(2):
+        assert os.environ[name] == seen
+    assert os.environ.get(name) == before
 
 
 class FakeVLLM(HFLM):  # type: ignore[misc]
