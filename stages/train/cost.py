@@ -64,6 +64,8 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     # The older restart point is kept until the newer is complete.
     restart = 2 * restart_point_bytes(shape, recipe.runtime.sharding)
     note = f"{counted(train.optimizer_steps, 'step')} of {train.batch_tokens:,} tokens"
+    if train.layer_wise_steps:
+        note += f", {train.layer_wise_steps:,} of them layer by layer"
     if processes < devices.processes:
         note += f", on {processes} of {counted(devices.processes, 'process', 'processes')}"
     if shape.experts and not devices.efficiency:
