@@ -7,7 +7,8 @@ A layer-wise step runs the original once, gives each layer with sliding heads th
 and trains its attention towards the original's output there (RADLADS, arXiv 2505.03005; Attention
 Editing, arXiv 2604.05688). All plans spend the same operations, in units of a pass over a sequence
 forward: a step towards the original's predictions (logits) costs four, on the text alone three, a
-layer-wise one what the original's layers and three times attention take.
+layer-wise one what the original's layers and three times attention take. As in the stage `train`,
+one optimizer and one schedule (two steps of warm-up, then a cosine) go through a plan.
 
 Each row of the file is one plan and seed with its curve: operations spent, KL divergence to the
 original and loss above its own, over the second halves of sequences that no plan trains on. Rows
@@ -29,7 +30,7 @@ from datasets import load_from_disk
 from torch import Tensor
 from torch.nn import functional
 from torch.optim import AdamW
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
 from bosch.mask_files import HeadMaskFile
 from bosch.masks import HeadMask
@@ -41,9 +42,9 @@ from stages.train.layer_wise import attention_error, recorded_attention
 from studies.studied_model import command, table
 
 # Plans: what is trained at last, and the share of operations that the layer-wise steps have before.
-PLANS = {"logits": 0.0, "text": 0.0, "quarter layer-wise": 0.25, "half layer-wise": 0.5}
+PLANS = {"logits": 0.0, "text": 0.0, "quarter layer-wise": 0.25}
 HELD_OUT_SEQUENCES = 6
-_WARM_STEPS = 4
+_WARM_STEPS = 2
 
 
 class Comparison:
@@ -87,15 +88,13 @@ class Comparison:
         apply_head_mask(hybrid, self.mask)
         order = np.random.default_rng(seed).permutation(len(self.sequences))
         kinds, spent, points = self.kinds(plan), 0.0, [[0.0, *self.untrained]]
+        optimizer = AdamW(hybrid.parameters(), self.rate, betas=(0.9, 0.95), weight_decay=0.1)
+        schedule = get_cosine_schedule_with_warmup(optimizer, _WARM_STEPS, len(kinds))
         for number, kind in enumerate(kinds):
-            since = number - kinds.index(kind)
-            if since == 0:
-                optimizer = AdamW(hybrid.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
-            for group in optimizer.param_groups:
-                group["lr"] = self.rate * min(1.0, (since + 1) / _WARM_STEPS)
             self.loss(hybrid, kind, self.sequences[order[number % len(order)]]).backward()
             torch.nn.utils.clip_grad_norm_(hybrid.parameters(), 1.0)
             optimizer.step()
+            schedule.step()
             optimizer.zero_grad()
             spent += self.costs[kind]
             if (number + 1) % self.every == 0 or number + 1 == len(kinds):
