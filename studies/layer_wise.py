@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,6 @@ from bosch.model.interface import attention_modules
 from bosch.model.loading import load_model
 from bosch.model.search_mode import apply_head_mask, mask_shape, prepare_for_search
 from pipeline.recipe.load import load_recipe
-from stages.train.layer_wise import attention_error, recorded_attention
 from studies.studied_model import command, table
 
 # Plans: what is trained at last, and the share of operations that the layer-wise steps have before.
@@ -106,14 +106,19 @@ class Comparison:
         if kind == "text":
             logits = hybrid(input_ids=ids, use_cache=False).logits
             return functional.cross_entropy(logits[0, :-1], ids[0, 1:])
-        with torch.no_grad(), recorded_attention(self.original) as calls:
+        with torch.no_grad(), seen(self.original) as calls:
             target = self.original(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
         if kind == "logits":
             own = hybrid(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
             return (target.exp() * (target - own)).sum(-1).mean()
-        modules = zip(attention_modules(hybrid), self.mask.windows, calls, strict=True)
-        errors = [attention_error(module, call) for module, row, call in modules if any(row)]
-        return torch.cat(errors).sum()
+        losses = []
+        for attention, row, (inputs, output) in zip(
+            attention_modules(hybrid), self.mask.windows, calls, strict=True
+        ):
+            if any(row):
+                own = attention(**inputs)[0]
+                losses.append(((own - output) ** 2).sum() / (output**2).sum())
+        return torch.stack(losses).sum()
 
     @staticmethod
     @torch.no_grad()
@@ -131,6 +136,24 @@ class Comparison:
             next_ids = ids[0, ids.shape[1] // 2 + 1 :, None]
             loss.append((target - own).gather(1, next_ids).mean().item())
         return float(np.mean(divergence)), float(np.mean(loss))
+
+
+@contextmanager
+def seen(model: PreTrainedModel) -> Iterator[list[tuple[dict[str, Any], Tensor]]]:
+    """The arguments and the output of each attention module, in a pass of this block."""
+    calls: list[tuple[dict[str, Any], Tensor]] = []
+    hooks = [
+        module.register_forward_hook(
+            lambda module, args, kwargs, output: calls.append((kwargs, output[0])),
+            with_kwargs=True,
+        )
+        for module in attention_modules(model)
+    ]
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def until(curve: Sequence[Sequence[float]], share: float) -> float:

@@ -83,11 +83,6 @@ def training_loss(steps: Sequence[TrainingStep], loss_in_words: str = "") -> Pic
         mean.encode(y=y.of(alt.Y, "mean"), color=line),
     )
     text = f"{len(rows)} logged steps, {rows[0]['y']:.3f} to {rows[-1]['y']:.3f} nats per token."
-    if first := [step.attention_error for step in steps if step.attention_error is not None]:
-        text += (
-            f" {len(first)} layer-wise steps before missed {first[0]:.1%} of the original's "
-            f"attention output, {first[-1]:.1%} at their end."
-        )
     if scored := [(step.tokens, step.answers) for step in steps if step.answers is not None]:
         text += " Of the search's questions the hybrid answers as the original does " + ", ".join(
             f"{answers:.0%} after {format_count(tokens)} tokens" for tokens, answers in scored[-8:]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from bosch.budget import window_shares
 from bosch.errors import UserError
 from bosch.score.decoder_shape import DecoderShape
-from bosch.window import Window
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices
 from stages.formats import counted, format_bytes
 from stages.prepare.stage import PrepareConfig
@@ -46,26 +43,23 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     except UserError as error:
         count = counted(processes, "process", "processes")
         memory_text = f"training does not run on {count}: {error}"
-    shares = window_shares(rows)
-    first = train.layer_wise_steps * train.batch_tokens
-    flops = shape.training_flops(tokens - first, length, shares)
-    layer_wise = layer_wise_flops(shape, first, length, shares)
-    computed = flops + layer_wise
+    flops = shape.training_flops(tokens, length, window_shares(rows))
+    computed = flops
     if train.teacher != "none":
         computed += shape.forward_flops(tokens, length)
     if checkpointing != "none":
-        computed += _recomputed_flops(shape, checkpointing, flops, tokens - first) + layer_wise / 3
+        computed += _recomputed_flops(shape, checkpointing, flops, tokens)
     if recipe.runtime.answers_every_steps:
         runs = -(-train.optimizer_steps // recipe.runtime.answers_every_steps)
         asked = recipe[PrepareConfig].calibration
-        computed += runs * shape.forward_flops(asked.examples * asked.length, asked.length, shares)
+        computed += runs * shape.forward_flops(
+            asked.examples * asked.length, asked.length, window_shares(rows)
+        )
     efficiency = devices.efficiency or (EXPERTS_EFFICIENCY if shape.experts else EFFICIENCY)
     saved = len(train.checkpoint_steps) * shape.parameters * BYTES[recipe.model.dtype]
     # The older restart point is kept until the newer is complete.
     restart = 2 * restart_point_bytes(shape, recipe.runtime.sharding)
     note = f"{counted(train.optimizer_steps, 'step')} of {train.batch_tokens:,} tokens"
-    if train.layer_wise_steps:
-        note += f", {train.layer_wise_steps:,} of them layer by layer"
     if processes < devices.processes:
         note += f", on {processes} of {counted(devices.processes, 'process', 'processes')}"
     if shape.experts and not devices.efficiency:
@@ -79,18 +73,6 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
         removed=float(restart),
         memory=memory_text,
     )
-
-
-def layer_wise_flops(
-    shape: DecoderShape, tokens: int, length: int, shares: Mapping[Window, float]
-) -> float:
-    """Operations of layer-wise steps, at most: forward and backward of attention alone.
-
-    No gradient of the module's input is computed, which the formula counts.
-    """
-    maps = shape.full_layers * 2 * shape.hidden * (shape.query_size + shape.key_value_size)
-    others = 2.0 * shape.active_parameters * tokens
-    return shape.training_flops(tokens, length, shares) - 3 * (others - 2.0 * maps * tokens)
 
 
 def restart_point_bytes(shape: DecoderShape, sharding: str) -> int:

@@ -38,7 +38,6 @@ from stages.published import TENSORBOARD
 from stages.train.answers import Answers
 from stages.train.checkpoint import CheckpointWriter
 from stages.train.data import Batch, Collate, PackedSequences
-from stages.train.layer_wise import LayerWiseLoss
 from stages.train.loss import IGNORED
 from stages.train.metrics import MetricsLog, Stopwatch, peak_flops, peak_memory
 from stages.train.parallel import sharding_layout
@@ -72,8 +71,7 @@ class Loop:
     checkpoint_writer: CheckpointWriter
     metrics_log: MetricsLog | None
     answers: Answers | None
-    layer_wise: LayerWiseLoss | None
-    flops: float  # of a step that is not layer-wise
+    flops: float  # of a step
     planned_memory: float  # bytes of this process at the peak, as `plan` computes them
     step: int = 0
 
@@ -139,11 +137,6 @@ class Loop:
     def learning_rate(self) -> float:
         return self.train.learning_rate * self.schedule.learning_rate_factor(self.step - 1)
 
-    @property
-    def is_layer_wise(self) -> bool:
-        """Whether the current step trains layers one by one."""
-        return self.step <= self.train.layer_wise_steps
-
     def read(self) -> tuple[list[Batch], int]:
         """This process's micro-batches of the step, and the tokens all of them predict together.
 
@@ -169,7 +162,6 @@ class Loop:
     def forward_backward(self, batches: list[Batch], predicted: int) -> float:
         """Add up gradients and return the loss in nats per predicted token.
 
-        In a layer-wise step it is `LayerWiseLoss` for each sequence.
         DeepSpeed also clips and updates the weights here.
         """
         total = torch.zeros((), device=self.accelerator.device)
@@ -197,12 +189,8 @@ class Loop:
         return save_on_cpu(pin_memory=self.accelerator.device.type == "cuda")
 
     def loss_of(self, batch: Batch, predicted: int) -> Tensor:
-        """The loss of a micro-batch: over the tokens, or sequences, of the whole step."""
-        if self.is_layer_wise:
-            items, more = self.schedule.sequences, {"layer_wise": self.layer_wise}
-        else:
-            items, more = predicted, {}
-        return self.model(**batch, num_items_in_batch=items, **more)["loss"]
+        """The loss of a micro-batch over the tokens that the whole step predicts."""
+        return self.model(**batch, num_items_in_batch=predicted)["loss"]
 
     def clip(self) -> float:
         """Clip the gradients and return their global norm before clipping."""
@@ -238,11 +226,10 @@ class Loop:
             return
         checkpoints = by_name.get("checkpoint", 0.0)
         seconds = max(seconds - checkpoints - by_name.get("answers", 0.0), 1e-9)
-        peak = None if self.is_layer_wise else self._peak_flops  # None if unknown
-        kind = "attention_error" if self.is_layer_wise else "loss"
+        peak = self._peak_flops  # None if unknown
         with disk_errors(METRICS, self.restarts.directory.parent):
             self.metrics_log.write(
-                self.step, loss, norm, kind, learning_rate=self.learning_rate, **scores,
+                self.step, loss, norm, learning_rate=self.learning_rate, **scores,
                 tokens_per_second=round(self.schedule.batch_tokens / seconds, 1),
                 mfu=self.flops / seconds / peak if peak else None,
                 memory=peak_memory(),

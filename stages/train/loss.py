@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from bosch.model.families import logit_scale
 from bosch.parallel.context import ContextParallel
 from bosch.score.answers import scaled_logits
-from stages.train.layer_wise import LayerWiseLoss
 from stages.train.memory import chunk_tokens
 
 IGNORED = -100  # label of a position that is not predicted
@@ -164,8 +163,7 @@ def install_loss(
     for any module. With `liger` its kernel computes the loss, except for scaled logits (Cohere,
     Granite) and `distillation`, for which it is computed in chunks.
 
-    With `layer_wise` the pass computes that loss instead; `num_items_in_batch` are sequences then.
-    With `count_wrong` it computes the cross-entropy, and returns the number of labels that
+    With `count_wrong` the pass computes the cross-entropy, and returns the number of labels that
     are not the likeliest token beside it.
 
     With `context_parallel` it takes whole sequences and computes this process's tokens; the loss is
@@ -186,10 +184,7 @@ def install_loss(
         position_ids: Tensor | None = None,
         num_items_in_batch: int | None = None,
         count_wrong: bool = False,
-        layer_wise: LayerWiseLoss | None = None,
     ) -> dict[str, Tensor]:
-        if layer_wise is not None:
-            return {"loss": layer_wise(input_ids, position_ids) / (num_items_in_batch or 1)}
         targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         # The loss is 0 if nothing is predicted.
         count = num_items_in_batch or int((targets != IGNORED).sum()) or 1

@@ -167,8 +167,6 @@ class TrainingJob:
         if checkpointing == "attention":  # outputs of its kernels, and log-sum-exps
             heads = query // shape.kinds.head_dim
             kept += shape.layers * tokens * (element * query + _FLOAT32 * heads)
-        if self.train.layer_wise_tokens is not None:  # inputs and outputs of attention
-            kept = max(kept, 2 * tokens * element * shape.hidden * shape.full_layers)
         return kept, float(layer + added)
 
     @property

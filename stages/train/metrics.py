@@ -74,17 +74,13 @@ class MetricsLog:
         """Start the clock, so that speed and remaining time do not include loading."""
         self._started = time.monotonic()
 
-    def write(self, step: int, loss: float, grad_norm: float, kind: str, **values: Any) -> None:
-        """Record step `step` (from 1), its loss as `kind`: loss or attention_error.
-
-        `values` are further fields of `TrainingStep`.
-        """
+    def write(self, step: int, loss: float, grad_norm: float, **values: Any) -> None:
+        """Record step `step` (from 1); `values` are further fields of `TrainingStep`."""
         new_steps, seconds = step - self._done_steps, max(time.monotonic() - self._started, 1e-9)
         record = {
             "step": step,
             "tokens": step * self._schedule.batch_tokens,
-            "loss": None,
-            kind: _finite(loss),
+            "loss": _finite(loss),
             "grad_norm": _finite(grad_norm),
             "seconds": round(self.seconds, 3),
             "seconds_left": round(seconds / new_steps * (self._schedule.steps - step), 3),
@@ -96,9 +92,8 @@ class MetricsLog:
             if value is not None and name not in ("step", "tokens", "seconds"):
                 self._tensorboard.add_scalar(f"train/{name}", float(value), step)
         logger.info(
-            "step %d/%d: %s %.4f, lr %.2e, grad norm %.3f, %s tokens/s%s, %s left",
-            step, self._schedule.steps, kind.replace("_", " "), loss,
-            record["learning_rate"], grad_norm,
+            "step %d/%d: loss %.4f, lr %.2e, grad norm %.3f, %s tokens/s%s, %s left",
+            step, self._schedule.steps, loss, record["learning_rate"], grad_norm,
             f"{new_steps * self._schedule.batch_tokens / seconds:,.0f}",
             "".join(f", {text(record[key])}" for key, text in _NOTED.items() if key in record),
             format_seconds(record["seconds_left"]),

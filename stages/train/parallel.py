@@ -109,9 +109,7 @@ def make_accelerator(
             _deepspeed_plugin(train, schedule, hidden) if sharding == "deepspeed" else None
         ),
         kwargs_handlers=[
-            DistributedDataParallelKwargs(
-                find_unused_parameters=train.layer_wise_tokens is not None, broadcast_buffers=False
-            )
+            DistributedDataParallelKwargs(find_unused_parameters=False, broadcast_buffers=False)
         ],
     )
 

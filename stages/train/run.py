@@ -29,7 +29,6 @@ from stages.train.answers import Answers
 from stages.train.checkpoint import CheckpointWriter
 from stages.train.data import PackedSequences, collate, collate_documents
 from stages.train.distillation import TeacherLoss, load_teacher
-from stages.train.layer_wise import LayerWiseLoss
 from stages.train.loop import Loop
 from stages.train.memory import TrainingJob
 from stages.train.metrics import MetricsLog, step_flops
@@ -134,7 +133,7 @@ def build_loop(
         accelerator.wait_for_everyone()
         restarts.check_shared_disk()
         point = restarts.latest()
-    model, optimizer, layer_wise = _prepared_model(config, model_dir, accelerator, untrained)
+    model, optimizer = _prepared_model(config, model_dir, accelerator, untrained)
     metrics_log = None
     max_shard_size = config.upstream_section(MaterializeConfig).max_shard_size
     if accelerator.is_main_process:
@@ -156,7 +155,6 @@ def build_loop(
         ),
         metrics_log=metrics_log,
         answers=Answers.of(runtime, inputs),
-        layer_wise=layer_wise,
         flops=flops,
         planned_memory=memory.peak,
     )
@@ -172,8 +170,8 @@ def _prepared_model(
     model_dir: Path,
     accelerator: Accelerator,
     untrained: Collection[str],
-) -> tuple[Any, Any, LayerWiseLoss | None]:
-    """The model and its optimizer, sharded over the processes, and the loss of layer-wise steps."""
+) -> tuple[Any, Any]:
+    """The model and its optimizer, sharded over the processes."""
     train, runtime, device = config.section, config.runtime, accelerator.device
 
     def read_weights() -> dict[str, torch.Tensor]:
@@ -196,12 +194,6 @@ def _prepared_model(
         shard_and_fill(accelerator, model, weights)
         if distillation is not None:
             shard_teacher(accelerator, distillation.teacher, read_weights())
-    layer_wise = None
-    if train.layer_wise_tokens is not None:
-        assert distillation is not None
-        layer_wise = LayerWiseLoss(
-            model, distillation.teacher, recomputes=runtime.checkpointing != "none"
-        )
     model, optimizer = accelerator.prepare(model, make_optimizer(model, train))
     if runtime.sharding == "fsdp":
         # accelerate matches weights by data pointer, which is the same for all empty shards.
@@ -210,7 +202,7 @@ def _prepared_model(
             group["params"] = sharded["params"]
     if context_parallel is not None:
         context_parallel.check(accelerator.unwrap_model(model))
-    return model, optimizer, layer_wise
+    return model, optimizer
 
 
 def _write_summary(

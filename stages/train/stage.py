@@ -61,19 +61,11 @@ class TrainConfig(Section):
     teacher: Literal["none", "original"] = "none"
     """Distillation: with original the loss is the KL divergence to the full-attention model of the
     same weights, which is kept in memory too, in place of the cross-entropy."""
-    layer_wise_tokens: Count | None = None
-    """The first of total_tokens, on which the attention of layers with sliding heads learns the
-    original's output in its place, and nothing else is trained; needs teacher: original."""
 
     @property
     def optimizer_steps(self) -> int:
         """Optimiser steps: whole batches only (2.5B tokens of 2M make 1,192)."""
         return self.total_tokens // self.batch_tokens
-
-    @property
-    def layer_wise_steps(self) -> int:
-        """Optimiser steps on `layer_wise_tokens`."""
-        return (self.layer_wise_tokens or 0) // self.batch_tokens
 
     @property
     def checkpoint_steps(self) -> dict[int, int]:
@@ -145,8 +137,6 @@ class TrainingStep(Record):
 
     Loss and norm are None if not finite. `tokens_per_second` and `mfu` leave out the
     `checkpoint_seconds` since the step before. `memory`: peak bytes of the first process.
-    `loss` is None in layer-wise steps, which have an `attention_error`: the share of the squared
-    attention output of the original that a layer with sliding heads misses, without unit.
     `answers`: the share of the search's examples that the hybrid answers as the original does,
     with their `answer_log_likelihood` in nats (`runtime.answers_every_steps`).
     """
@@ -154,7 +144,6 @@ class TrainingStep(Record):
     step: int
     tokens: int
     loss: float | None
-    attention_error: float | None = None
     learning_rate: float
     grad_norm: float | None
     seconds: float
@@ -182,8 +171,6 @@ def _faults(loaded: LoadedRecipe) -> Iterator[Fault]:
     yield from window_faults(recipe[SearchConfig], "prepare.sequence_length", length)
     yield from position_faults(loaded, "prepare.sequence_length", length)
     yield from _token_faults(loaded, train)
-    if train.layer_wise_tokens is not None:
-        yield from _layer_wise_faults(train, recipe.runtime)
     if recipe.runtime.sharding == "deepspeed":
         yield from _deepspeed_faults(train, recipe.runtime)
     if recipe.runtime.context_parallel > 1:
@@ -280,25 +267,6 @@ def _token_faults(loaded: LoadedRecipe, train: TrainConfig) -> Iterator[Fault]:
             "train.checkpoint_tokens",
             f"ends at {train.checkpoint_tokens[-1]:,}, after "
             f"train.total_tokens = {train.total_tokens:,}",
-        )
-
-
-def _layer_wise_faults(train: TrainConfig, runtime: Runtime) -> Iterator[Fault]:
-    field, tokens = "train.layer_wise_tokens", train.layer_wise_tokens or 0
-    if train.teacher == "none":
-        yield Fault(field, "the layers learn the original's output; set train.teacher = original")
-    if runtime.context_parallel > 1:
-        yield Fault(field, "it does not run with runtime.context_parallel; set that to 1")
-    if tokens < train.batch_tokens:
-        yield Fault(
-            field,
-            f"{tokens:,} is less than one batch (train.batch_tokens = {train.batch_tokens:,})",
-        )
-    if train.optimizer_steps and train.layer_wise_steps >= train.optimizer_steps:
-        yield Fault(
-            field,
-            f"{tokens:,} leaves no step for the original's predictions "
-            f"(train.total_tokens = {train.total_tokens:,})",
         )
 
 

@@ -22,7 +22,7 @@ from tests.hybrid_case import mask_of, small_model, tokens
 from tests.pipeline_case import Case
 
 FRONT = "search.method=front"
-DEEPSPEED, TAUGHT = "runtime.sharding=deepspeed", "train.teacher=original"
+DEEPSPEED = "runtime.sharding=deepspeed"
 VARLEN = "runtime.attention=varlen"
 HUB = "prepare.sources.0={name: a, kind: huggingface, path: a/b, revision: "
 
@@ -143,14 +143,6 @@ NEIGHBOURS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("runtime.micro_batch_size=3", "train.batch_tokens", "batches of 3",
      "runtime.micro_batch_size=4", ()),
     ("train.teacher=original", "train.teacher", "deepspeed", "train.teacher=none", (DEEPSPEED,)),
-    ("train.layer_wise_tokens=511", "train.layer_wise_tokens", "511 is less than one batch",
-     "train.layer_wise_tokens=512", (TAUGHT,)),
-    ("train.layer_wise_tokens=2048", "train.layer_wise_tokens", "no step for",
-     "train.layer_wise_tokens=2047", (TAUGHT,)),
-    ("train.layer_wise_tokens=512", "train.layer_wise_tokens", "train.teacher = original",
-     TAUGHT, ()),
-    ("runtime.context_parallel=2", "train.layer_wise_tokens", "context_parallel",
-     "runtime.context_parallel=1", (TAUGHT, "train.layer_wise_tokens=512")),
     (DEEPSPEED, "runtime.context_parallel", "deepspeed", "runtime.sharding=none",
      ("runtime.context_parallel=2",)),
     ("runtime.replicas=2", "runtime.replicas", "fsdp", "runtime.replicas=1", ()),
