@@ -8,7 +8,8 @@ and trains its attention towards the original's output there (RADLADS, arXiv 250
 Editing, arXiv 2604.05688). All plans spend the same operations, in units of a pass over a sequence
 forward: a step towards the original's predictions (logits) costs four, on the text alone three, a
 layer-wise one what the original's layers and three times attention take. As in the stage `train`,
-one optimizer and one schedule (two steps of warm-up, then a cosine) go through a plan.
+one optimizer and one schedule go through a plan: a cosine after two steps of warm-up, of which the
+first is at a rate of 0.
 
 Each row of the file is one plan and seed with its curve: operations spent, KL divergence to the
 original and loss above its own, over the second halves of sequences that no plan trains on. Rows
