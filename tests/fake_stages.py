@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,6 +55,19 @@ def run(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict
             scores = {"checkpoints": {}, "missing": missing}
             (work_dir / "scores.json").write_text(json.dumps(scores))
     return {"stage": name, "rank": rank}
+
+
+def leaves_a_fork(config: StageConfig, inputs: object, work_dir: Path) -> dict[str, Any]:
+    """A stage that leaves a forked helper behind; another seed than 0 kills the stage."""
+    helper = os.fork()
+    if not helper:
+        time.sleep(600)
+    facts = {"argument": sys.argv[0], "parent": os.getppid(), "helper": helper}
+    mark = os.environ["BOSCH_WORK_DIR"]
+    (work_dir / "facts.json").write_text(json.dumps({**facts, "mark": mark}))
+    if config.seed:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return facts
 
 
 def _fail(kind: str) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from bosch.errors import LostRankError, StoppedError
 from bosch.files import read_json, write_json
@@ -18,7 +20,7 @@ from bosch.hardware import cpu_cores
 from bosch.this_process import killed_by_kernel
 from pipeline.recipe.load import ROOT
 from pipeline.recipe.processes import without_other_processes
-from pipeline.run import failures
+from pipeline.run import failures, log, worker
 from pipeline.run.worker import PARENT
 from stages.stage import World
 
@@ -30,6 +32,25 @@ PROCESS = (str(ROOT / "pipeline" / "__main__.py"), "--process")
 # Environment variable with the work directory, inherited by all children of a stage.
 _WORK_DIR_VARIABLE = "BOSCH_WORK_DIR"
 GRACE_SECONDS = 10.0
+_preloaded = False
+
+
+def preload(modules: Iterable[str], world: World, log_level: str) -> None:
+    """Import modules here: the processes of `launch` are then forks of this one and need not.
+
+    On CPUs, importing torch and transformers takes longer than many a stage of a small model. Does
+    nothing with GPUs or several processes, on other systems than Linux, and in a process that has
+    torch already: its threads may run, and a fork would lack them.
+    """
+    global _preloaded
+    if world.size > 1 or world.gpus or sys.platform != "linux" or "torch" in sys.modules:
+        return
+    os.environ.update(stage_environment(world, ""))
+    log.silence_imports(log_level)
+    for module in modules:
+        with contextlib.suppress(ImportError):  # its stage will say so
+            importlib.import_module(module)
+    _preloaded = True
 
 
 def launch(order: Mapping[str, Any], world: World) -> dict[str, Any]:
@@ -41,13 +62,13 @@ def launch(order: Mapping[str, Any], world: World) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="bosch-") as folder:
         control = Path(folder)
         write_json(control / "order.json", order)
-        worker = [*PROCESS, "pipeline.run.worker", str(control / "order.json")]
-        torchrun = [*PROCESS, "pipeline.run.torchrun", *torchrun_options(world)]
-        torchrun.append(f"--log-dir={control}")
-        command = [sys.executable, *(worker if world.size == 1 else torchrun + worker)]
+        command = [*PROCESS, "pipeline.run.worker", str(control / "order.json")]
+        if world.size > 1:
+            torchrun = [*PROCESS, "pipeline.run.torchrun", *torchrun_options(world)]
+            command = [*torchrun, f"--log-dir={control}", *command]
         env = stage_environment(world, str(order["work_dir"]))
         stopping, killed_before = False, killed_by_kernel() or 0
-        with run_command(command, env) as child:
+        with run_child([sys.executable, *command], env, _preloaded and world.size == 1) as child:
             try:
                 status = child.wait()
             except failures.Terminated:
@@ -97,10 +118,46 @@ def stage_environment(world: World, work_dir: str) -> dict[str, str]:
     return env
 
 
+class _Child(Protocol):
+    """A child process: what `subprocess.Popen` has."""
+
+    def wait(self, timeout: float | None = None) -> int: ...
+    def poll(self) -> int | None: ...
+    def send_signal(self, number: int, /) -> None: ...
+    def kill(self) -> None: ...
+
+
+class _Fork:
+    """A fork of this process that runs an order, with the methods of `subprocess.Popen`."""
+
+    def __init__(self, order: str, env: Mapping[str, str]) -> None:
+        fork = multiprocessing.get_context("fork")
+        self._process = fork.Process(target=worker.run_forked, args=(order, env))
+        self._process.start()
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if (status := self.poll()) is None:
+            raise subprocess.TimeoutExpired("a stage", timeout or 0)
+        return status
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: int, /) -> None:
+        os.kill(self._process.pid or 0, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
 @contextlib.contextmanager
-def run_command(command: list[str], env: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a command during the block; none of its processes outlives the block."""
-    child = subprocess.Popen(command, env=dict(env))
+def run_child(command: list[str], env: Mapping[str, str], fork: bool = False) -> Iterator[_Child]:
+    """Run a command during the block; none of its processes outlives the block.
+
+    With `fork` this process is forked to run the order, the command's last part.
+    """
+    child: _Child = _Fork(command[-1], env) if fork else subprocess.Popen(command, env=dict(env))
     try:
         yield child
     finally:

@@ -28,11 +28,13 @@ def show_any_character() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def silence_imports() -> None:
-    """Drop warnings of torchao and torch at import, about kernels that are not used here.
+def silence_imports(level: str = "debug") -> None:
+    """Drop warnings of torchao, torch and transformers about kernels and options not used here.
 
     Sets a filter, too, since torch resets the levels of its loggers when it is imported.
     """
+    if level != "debug":
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
         logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
@@ -64,9 +66,7 @@ def configure(level: str, file: Path | None = None, rank: int = 0) -> None:
     logging.basicConfig(level=level.upper(), handlers=handlers, force=True)
     for name in ("filelock", "fsspec", "PIL", "urllib3", "httpx", "h5py"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    silence_imports()
-    if level != "debug":
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    silence_imports(level)
 
 
 def stage_log(work_dir: Path, rank: int) -> Path:

@@ -21,7 +21,7 @@ from pipeline.recipe.load import ROOT
 from pipeline.run import graph, status
 from pipeline.run.graph import Node
 from pipeline.run.hashing import FileHasher
-from pipeline.run.launch import Launcher, end_leftovers, launch
+from pipeline.run.launch import Launcher, end_leftovers, launch, preload
 from pipeline.run.locks import hold
 from pipeline.run.store import Store
 from stages.formats import counted, format_seconds
@@ -108,6 +108,9 @@ class Runner:
         resolved = self.loaded.recipe.model_dump(mode="json")
         write_json(self.store.root / self.name / "recipe.json", resolved)
         self.hasher.save()  # so that `status` has them while the first stage runs
+        if self.launcher is launch and len(todo) > 2:
+            modules = (self._node(name).stage.function.partition(":")[0] for name in todo)
+            preload(modules, self.loaded.world, self.loaded.recipe.runtime.log_level)
         ran = 0
         for name in self.chosen:
             state = states[name]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from bosch.files import write_json
-from bosch.this_process import STOP_SIGNALS, die_with_parent
+from bosch.this_process import STOP_SIGNALS, die_with_parent, heeded
 from pipeline.run import failures, log
 from stages.context import StageConfig
 
@@ -51,6 +51,15 @@ def _section(order: Mapping[str, Any]) -> Any:
     return getattr(importlib.import_module(module), name).model_validate(order["values"])
 
 
+def run_forked(order: str, env: Mapping[str, str]) -> NoReturn:
+    """Run an order in a fork of the runner, which has the modules of a stage already."""
+    os.environ.update(env)
+    sys.argv[1:] = [order]
+    for number in heeded(signal.SIGINT):
+        signal.signal(number, signal.default_int_handler)
+    main()
+
+
 def main() -> NoReturn:
     """Run the order and end the process, with status 0 only after success."""
     status = _run_order()
@@ -65,6 +74,8 @@ def main() -> NoReturn:
 
 def _run_order() -> int:
     die_with_runner()
+    # Helpers of a stage (tokenising, data loading) are forks of it.
+    os.register_at_fork(after_in_child=die_with_parent)
     log.show_any_character()
     for number in STOP_SIGNALS:
         signal.signal(number, interrupt)

@@ -18,8 +18,11 @@ from bosch.files import write_json
 from pipeline.recipe.load import ROOT
 from pipeline.run import launch as launcher
 from pipeline.run.launch import launch, torchrun_options
+from stages.context import ModelConfig, Runtime, StageConfig
+from stages.report.stage import ReportConfig
 from stages.stage import World
 from tests.pipeline_case import gone
+from tests.search_case import order
 
 
 @pytest.mark.parametrize(
@@ -102,12 +105,12 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_no_process_and_no_folder_of_a_stage_remains(
     work: Path, status: int, node_rank: int
 ) -> None:
-    order = {"stage": "search", "work_dir": str(work), "status": status}
+    search = {"stage": "search", "work_dir": str(work), "status": status}
     if status:
         with pytest.raises(RunError, match=r"^search: its process ended with status 3 without a"):
-            launch(order, World())
+            launch(search, World())
     else:
-        assert launch(order, World(node_rank=node_rank)) == {"done": 1}
+        assert launch(search, World(node_rank=node_rank)) == {"done": 1}
     control, mark, pid = json.loads((work / "inputs.json").read_text())
     assert mark == (f"{work} node 1" if node_rank else str(work))
     assert gone(pid, 60) and not Path(control).exists()
@@ -128,9 +131,39 @@ def test_a_child_that_remains_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "GRACE_SECONDS", 0.2)
     code = "import signal, time; signal.signal(2, signal.SIG_IGN); time.sleep(600)"
     env = {**os.environ, "BOSCH_WORK_DIR": f"/none/{os.getpid()}"}
-    with launcher.run_command([sys.executable, "-c", code], env) as child:
+    with launcher.run_child([sys.executable, "-c", code], env) as child:
         pass
-    assert child.returncode in (-signal.SIGKILL, -signal.SIGINT, 1)
+    assert child.poll() in (-signal.SIGKILL, -signal.SIGINT, 1)
+
+
+_FORKING = """
+import json, os, pathlib, sys
+from pipeline.run.launch import launch, preload
+from stages.stage import World
+order = json.loads(pathlib.Path(sys.argv[1]).read_text())
+preload([order["function"].partition(":")[0]], World(), "info")
+print(os.getpid(), json.dumps(launch(order, World())))
+"""
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_with_modules_loaded_a_stage_is_a_fork_that_leaves_no_process(
+    tmp_path: Path, seed: int
+) -> None:
+    config = StageConfig(ReportConfig(), ModelConfig(path="x"), seed, Runtime())
+    file = tmp_path / "order.json"
+    write_json(file, order(config, {}, tmp_path, "tests.fake_stages:leaves_a_fork"))
+    done = subprocess.run(
+        [sys.executable, "-c", _FORKING, str(file)], capture_output=True, text=True
+    )
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert gone(facts["helper"]) and facts.pop("mark") == str(tmp_path)
+    assert facts["argument"] == "-c"  # a process of its own has the path of its program there
+    if seed:
+        assert "its process was ended by SIGKILL" in done.stderr
+    else:
+        parent, _, summary = done.stdout.partition(" ")
+        assert json.loads(summary) == facts and int(parent) == facts["parent"]
 
 
 def failure(kind: str, message: str = "full") -> dict[str, str]:
