@@ -53,9 +53,9 @@ class Outline(HTMLParser):
         if tag not in _VOID:
             self.open.append((tag, dict(attrs)))
         if tag in _LINES:
-            # A row that summarises the others, or the heading of a group of rows.
-            is_total = dict(attrs).get("class") == "total" and not self._is_closed
-            self._lines.append("=" if is_total else "")
+            self._lines.append("")
+        if tag == "tbody":  # a line between groups of rows
+            self._lines.append("=")
         if tag == "figure" and not self._is_closed:
             self._lines.append(f"[{dict(attrs)['aria-label']}]")
         if tag in ("td", "th", "dd") and self._lines[-1]:

@@ -21,7 +21,7 @@ from stages.formats import format_bytes, format_count, format_length
 from stages.measure.measured_model import label
 from stages.measure.stage import OverOriginal
 from stages.pages.charts import Axis, Style, curves, save, styles
-from stages.pages.tables import Group, Table
+from stages.pages.tables import Table
 
 Point = dict[str, Any]
 _HEADER = (
@@ -83,7 +83,7 @@ def add_original_ratios(points: Sequence[Point]) -> None:
 def results_table(points: Sequence[Point]) -> Table:
     """A table with a row for each point and a group for each length."""
     groups = [
-        Group([_row(point) for point in members])
+        [_row(point) for point in members]
         for _, members in groupby(points, key=lambda point: point["length"])
     ]
     return Table("", _HEADER, groups, text_columns=0)

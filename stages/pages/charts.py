@@ -61,10 +61,7 @@ _FORMATS = {
 }
 # Longest names that fit side by side in a legend.
 _NARROW = 28
-# Filters rows that have an interval.
-_HAS_INTERVAL = "isValid(datum.low) && isValid(datum.high)"
 Row = Mapping[str, Any]
-Chart = alt.Chart | alt.LayerChart | alt.FacetChart
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,7 @@ class Picture:
     """A chart with its name on the page and its description."""
 
     name: str
-    chart: Chart
+    chart: Any
     description: str
     heading: str = ""
 
@@ -129,12 +126,12 @@ def values(rows: Iterable[Row]) -> alt.InlineData:
     return alt.InlineData(values=[dict(row) for row in rows])
 
 
-def colour(look: Mapping[str, Style]) -> alt.Color:
+def colour(look: Mapping[str, Style]) -> Any:
     """Colours and legend of the series."""
     return _by_series(alt.Color, look, [f"var(--{style.colour})" for style in look.values()])
 
 
-def shape(look: Mapping[str, Style]) -> alt.Shape:
+def shape(look: Mapping[str, Style]) -> Any:
     """Shapes of the series' points, in the same legend."""
     return _by_series(alt.Shape, look, [style.shape for style in look.values()])
 
@@ -147,11 +144,6 @@ def _by_series(channel: Any, look: Mapping[str, Style], values: Sequence[Any]) -
     return channel("series:N", scale=alt.Scale(domain=list(look), range=values), legend=legend)
 
 
-def layers(*charts: Any, height: int = 300) -> Any:
-    """Layered charts."""
-    return alt.layer(*charts).properties(height=height)
-
-
 def curves(
     rows: Sequence[Row],
     x: Axis,
@@ -160,7 +152,7 @@ def curves(
     *,
     height: int = 280,
     has_lines: bool = True,
-) -> alt.LayerChart:
+) -> Any:
     """A line with points for each series; rows have series, x, y, optionally low and high."""
     look = {name: style for name, style in look.items() if name in {row["series"] for row in rows}}
     base = alt.Chart(values(rows)).encode(
@@ -170,10 +162,12 @@ def curves(
     dash = _by_series(alt.StrokeDash, look, dashes)
     parts = [base.mark_line(strokeWidth=2).encode(strokeDash=dash)] if has_lines else []
     if any(row.get("low") is not None for row in rows):
-        intervals = base.transform_filter(_HAS_INTERVAL).mark_rule(strokeWidth=1.5)
+        intervals = base.transform_filter("isValid(datum.low) && isValid(datum.high)").mark_rule(
+            strokeWidth=1.5
+        )
         parts.append(intervals.encode(y=y.of(alt.Y, "low"), y2="high"))
     parts.append(base.mark_point(filled=True, size=55).encode(shape=shape(look)))
-    return layers(*parts, height=height)
+    return alt.layer(*parts).properties(height=height)
 
 
 def ends(rows: Sequence[Row], form: str) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -14,52 +14,43 @@ from rich.text import Text
 _WIDEST = 100_000
 
 
-@dataclass(eq=False, repr=False)
-class Cell(str):
-    """The text of a cell, and formatting that only some outputs use.
+class Cell(NamedTuple):
+    """The text of a cell; a note below it on a page, elsewhere beside it; its link on a page."""
 
-    `target`: the link of the text on a page. `more`: small texts below it, elsewhere beside it.
-    """
+    text: str
+    note: str = ""
+    link: str = ""
 
-    text: InitVar[str]
-    target: str = ""
-    more: Sequence[str] = ()
-
-    def __new__(cls, text: str, *_: object, **__: object) -> Self:
-        return super().__new__(cls, text)
+    @property
+    def line(self) -> str:
+        return f"{self.text} {self.note}".strip()
 
 
-@dataclass(frozen=True)
-class Group:
-    """Rows; `is_total`: set apart, as they summarise the groups above."""
-
-    rows: Sequence[Sequence[str]]
-    is_total: bool = False
+Row = Sequence[str | Cell]
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table with its title; cells are texts, or `Cell`s.
+    """A table with its title; its groups of rows are set apart by lines.
 
     On the terminal, columns after the first `text_columns` are right-aligned, as for numbers.
     """
 
     title: str
     header: Sequence[str]
-    groups: Sequence[Group]
+    groups: Sequence[Sequence[Row]]
     text_columns: int = 0
+
+    @property
+    def lines(self) -> list[list[list[str]]]:
+        """The text of each cell with its note, of each row, of each group."""
+        return [[[as_cell(cell).line for cell in row] for row in group] for group in self.groups]
 
     @property
     def records(self) -> list[dict[str, str]]:
         """The texts of each row by the names of the columns."""
-        return [
-            {
-                name: " ".join([cell, *as_cell(cell).more])
-                for name, cell in zip(self.header, row, strict=False)
-            }
-            for group in self.groups
-            for row in group.rows
-        ]
+        rows = (row for group in self.lines for row in group)
+        return [dict(zip(self.header, row, strict=False)) for row in rows]
 
     def print(self) -> None:
         """Print the table on the terminal, with a line between groups."""
@@ -69,10 +60,10 @@ class Table:
         for number, name in enumerate(self.header):
             side: Any = "left" if number < self.text_columns else "right"
             table.add_column(Text(name), justify=side, no_wrap=True)
-        for group in self.groups:
+        for group in self.lines:
             table.add_section()
-            for row in group.rows:
-                table.add_row(*(Text(" ".join([cell, *as_cell(cell).more])) for cell in row))
+            for row in group:
+                table.add_row(*map(Text, row))
         console = Console()
         if not console.is_terminal:  # cut off nothing in a log
             console = Console(width=_WIDEST)
@@ -81,6 +72,5 @@ class Table:
         console.print(table)
 
 
-def as_cell(text: str) -> Cell:
-    """A text as a cell without formatting."""
-    return text if isinstance(text, Cell) else Cell(text)
+def as_cell(content: str | Cell) -> Cell:
+    return content if isinstance(content, Cell) else Cell(content)

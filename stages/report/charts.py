@@ -11,10 +11,11 @@ import altair as alt
 
 from bosch.masks import HeadMask
 from stages.evaluate.scores import HYBRID, ORIGINAL
-from stages.formats import format_bytes, format_count, format_length
-from stages.pages.charts import Axis, Picture, Style, colour, curves, ends, layers, styles, values
+from stages.fields import Section
+from stages.formats import format_bytes, format_length
+from stages.pages.charts import Axis, Picture, Style, colour, curves, ends, styles, values
 from stages.report.results import Model, Results
-from stages.train.stage import TrainingStep
+from stages.train.stage import TrainConfig, TrainingStep
 
 Row = dict[str, Any]
 
@@ -64,10 +65,10 @@ def loss_by_position(results: Results) -> Picture | None:
     return Picture("positions", curves(rows, x, y, look), text, heading)
 
 
-def training_loss(steps: Sequence[TrainingStep], loss_in_words: str = "") -> Picture | None:
+def training_loss(steps: Sequence[TrainingStep], section: Section | None) -> Picture | None:
     """Training loss over tokens: each logged step (faint) and a running mean; None without steps.
 
-    The heading names the loss if it is not the cross-entropy alone.
+    The heading names the loss of the section `train` if it is not the cross-entropy alone.
     """
     rows = [{"x": step.tokens, "y": step.loss} for step in steps if step.loss is not None]
     if not rows:
@@ -78,18 +79,13 @@ def training_loss(steps: Sequence[TrainingStep], loss_in_words: str = "") -> Pic
     logged = base.mark_line(opacity=0.35, strokeWidth=1, point={"size": 14, "opacity": 0.35})
     mean = base.transform_window(mean="mean(y)", frame=[-reach, reach]).mark_line()
     line = alt.value("var(--hybrid)")
-    chart = layers(
-        logged.encode(y=y.of(alt.Y, "y"), color=line),
-        mean.encode(y=y.of(alt.Y, "mean"), color=line),
-    )
+    chart = logged.encode(y=y.of(alt.Y, "y"), color=line)
+    chart += mean.encode(y=y.of(alt.Y, "mean"), color=line)
     text = f"{len(rows)} logged steps, {rows[0]['y']:.3f} to {rows[-1]['y']:.3f} nats per token."
-    if scored := [(step.tokens, step.answers) for step in steps if step.answers is not None]:
-        text += " Of the search's questions the hybrid answers as the original does " + ", ".join(
-            f"{answers:.0%} after {format_count(tokens)} tokens" for tokens, answers in scored[-8:]
-        )
-        text += "."
-    name = f"Training loss ({loss_in_words})" if loss_in_words else "Training loss"
-    return Picture("loss", chart, text, f"{name}: running mean, each logged step behind it")
+    words = section.loss_in_words if isinstance(section, TrainConfig) else ""
+    name = f"Training loss ({words})" if words else "Training loss"
+    name += ": running mean, each logged step behind it"
+    return Picture("loss", chart.properties(height=280), text, name)
 
 
 def memory_by_length(results: Results) -> Picture:
@@ -99,7 +95,7 @@ def memory_by_length(results: Results) -> Picture:
         "original in vLLM": Style("soft", "square", dashed=True),
         "hybrid in vLLM": Style("untrained", "diamond"),
     }  # fmt: skip
-    widest = max((window.size for window in results.main.mask.menu), default=1)
+    widest = max((window.size for window in results.main.found.mask.menu), default=1)
     longest = results.main.config.max_positions or 128 * 1024
     first = min(widest, longest // 2).bit_length() - 2
     lengths = [2**power for power in range(max(first, 0), longest.bit_length())]

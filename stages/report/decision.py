@@ -84,11 +84,10 @@ def decide(results: Results, margin: float) -> Decision | None:
         if (found := overall(results, model)) is not None
     ]
 
-    def quality(decision: Decision) -> tuple[int, float, float, int]:
-        last = last_loss(results, decision.model)
-        points = round(decision.against.difference, 9)
-        rank = -list(_VERDICTS).index(decision.verdict)
-        return rank, points, -last.mean if last else 0.0, -decision.model.tokens
+    def quality(one: Decision) -> tuple[int, float, float, int]:
+        last, rank = last_loss(results, one.model), -list(_VERDICTS).index(one.verdict)
+        gained = round(one.against.difference, 9)
+        return rank, gained, -last.mean if last else 0.0, -one.model.tokens
 
     return max(decisions, key=quality, default=None)
 
@@ -127,9 +126,8 @@ def sentences(results: Results, margin: float) -> list[str]:
     ]
     gpu_hours = sum(manifest.gpu_hours for manifest in results.manifests.values())
     seconds = sum(manifest.seconds for manifest in results.manifests.values())
-    cost = (
-        f"{gpu_hours:,.2f} GPU hours" if gpu_hours else f"{format_seconds(seconds)} without a GPU"
-    )
+    cost = f"{gpu_hours:,.2f} GPU hours"
+    cost = cost if gpu_hours else f"{format_seconds(seconds)} without a GPU"
     return [
         verdict, *failed, *_over_branches(results), _cache(results), *_speed(results),
         f"The run took {cost}.",
@@ -138,11 +136,11 @@ def sentences(results: Results, margin: float) -> list[str]:
 
 def gain(results: Results, model: Model) -> tuple[int, PairedComparison] | None:
     """The recipe's hybrid compared with a branch's after the same training; None if it has none."""
-    if not model.branch or model.is_original:
+    if not model.branch or model.name == ORIGINAL:
         return None
     own = (other for other in results.models if other.is_hybrid and not other.branch)
-    ours = next((other for other in own if other.tokens == model.tokens), None)
-    return None if ours is None else overall(results, ours, model)
+    ours = [other for other in own if other.tokens == model.tokens]
+    return overall(results, ours[0], model) if ours else None
 
 
 def _over_branches(results: Results) -> Iterator[str]:

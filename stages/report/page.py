@@ -15,7 +15,7 @@ from rich.text import Text
 from bosch.files import write_json, write_text
 from bosch.window import Window, windows_text
 from stages.context import StageConfig
-from stages.evaluate.scores import MeanScore, SuiteScores, suite_title
+from stages.evaluate.scores import ORIGINAL, MeanScore, SuiteScores, suite_title
 from stages.formats import (
     CHECKOUT,
     format_bytes,
@@ -28,17 +28,20 @@ from stages.formats import (
     signed,
 )
 from stages.pages.page import render
-from stages.pages.tables import Cell, Group, Table
+from stages.pages.tables import Cell, Row, Table
 from stages.published import Manifest, Summary
 from stages.report import charts
 from stages.report.decision import decide, gain, last_loss, points, sentences
 from stages.report.results import Model, Results, load_results
 from stages.report.stage import PAGE, TABLE, ReportConfig
 from stages.search.charts import front_picture, trace
-from stages.train.stage import TrainConfig
 
 # A score's name and length, and whether it summarises others.
 _Place = tuple[str, int, bool]
+_MEASURED = (
+    ("prefill_tokens_per_second", format_count), ("decode_tokens_per_second", format_count),
+    ("memory_peak_bytes", format_bytes),
+)  # fmt: skip
 
 
 def run(
@@ -50,13 +53,12 @@ def run(
     directories. Returns the content of summary.json.
     Raises RunError when a published directory is incomplete.
     """
-    train = config.upstream.get("train")
-    training = train if isinstance(train, TrainConfig) else None
-    results = load_results(inputs, training)
+    results = load_results(inputs)
     write_text(work_dir / PAGE, page(results, config))
     summary = summarize(results, config.section)
     write_json(work_dir / Summary.FILE, summary)
-    if (table := model_table(results)) is not None:
+    table = model_table(results)
+    if table.records:
         text = io.StringIO()
         writer = csv.DictWriter(text, table.header)
         writer.writeheader()
@@ -65,7 +67,7 @@ def run(
         table.print()
     verdict, *more = summary["sentences"]
     if decision := summary["decision"]:
-        more = [f"The model: {decision['folder']}, in the run's folder.", *more]
+        verdict += f"\nThe model: {decision['folder']}, in the run's folder."
     for sentence in [verdict, *more, *results.notes]:
         Console().print(Text(sentence))
     return summary
@@ -73,7 +75,7 @@ def run(
 
 def page(results: Results, config: StageConfig[ReportConfig]) -> str:
     """The self-contained page, from the verdict down to the provenance of its numbers."""
-    main, mask, margin = results.main, results.main.mask, config.section.margin
+    main, mask, margin = results.main, results.main.found.mask, config.section.margin
     windows = windows_text([Window(window.size) for window in mask.menu])
     verdict, *more = sentences(results, margin)
     path = trace(main.search, mask.key, "score")
@@ -81,7 +83,7 @@ def page(results: Results, config: StageConfig[ReportConfig]) -> str:
         path = front_picture(main.front, main.materialized.point)
     curves = (
         charts.scores_by_tokens(results), charts.loss_by_position(results),
-        charts.training_loss(results.training, results.loss_in_words),
+        charts.training_loss(results.training, config.upstream.get("train")),
     )  # fmt: skip
     return render(
         "stages/report/page.html", title=config.section.title, main=main, windows=windows,
@@ -99,7 +101,6 @@ def page(results: Results, config: StageConfig[ReportConfig]) -> str:
 def summarize(results: Results, section: ReportConfig) -> dict[str, Any]:
     """The page's numbers; scores in points."""
     main, decision = results.main, decide(results, section.margin)
-    models = model_table(results)
     return {
         "title": section.title,
         "model": main.found.model,
@@ -120,14 +121,13 @@ def summarize(results: Results, section: ReportConfig) -> dict[str, Any]:
             }
             for model in results.models
         ],
-        "table": models.records if models is not None else [],
+        "table": model_table(results).records,
         "kv_cache_bytes": {str(at): main.caches(at)._asdict() for at in results.lengths},
-        "gpu_hours": {name: manifest.gpu_hours for name, manifest in results.manifests.items()},
     }  # fmt: skip
 
 
-def model_table(results: Results) -> Table | None:
-    """A row for each model: scores, how far the recipe's is ahead, last loss, cache; or None."""
+def model_table(results: Results) -> Table:
+    """A row for each model: scores, how far the recipe's is ahead, last loss, cache."""
     suites, models, tokens = results.suites, results.models, results.lengths[-1]
     gains = {model: found[1] for model in models if (found := gain(results, model))}
     losses = [table for table in map(results.positions, models) if table and table.difference]
@@ -137,52 +137,51 @@ def model_table(results: Results) -> Table | None:
         first, end = losses[0].edges[-2:]
         header.append(f"loss above the original's, tokens {first:,} to {end - 1:,}")
     header.append(f"KV cache at {format_length(tokens)}")
-    rows = []
+    rows: list[Row] = []
     for model in models:
-        row = [model.label, *(_average(results.tables(model).get(suite)) for suite in suites)]
+        row: list[str | Cell] = [model.label]
+        row += (_average(results.tables(model).get(suite)) for suite in suites)
         row += [points(gains[model]) if model in gains else ""] if gains else []
         row += [_loss(results, model)] if losses else []
         caches, cell = results.branches[model.branch].caches(tokens), Cell("–")
-        if model.is_original:
+        if model.name == ORIGINAL:
             cell = Cell(format_bytes(caches.original))
         elif model.is_hybrid:
             vllm = caches.vllm_share
-            more = [] if vllm is None else [f"{format_share(round(vllm, 3))} in vLLM"]
-            cell = Cell(f"{format_share(round(caches.share, 3))} in generate", more=more)
+            note = "" if vllm is None else f"{format_share(round(vllm, 3))} in vLLM"
+            cell = Cell(f"{format_share(round(caches.share, 3))} in generate", note)
         rows.append([*row, cell])
-    return Table("", header, [Group(rows)], text_columns=1) if rows else None
+    return Table("", header, [rows], text_columns=1)
 
 
 def _average(suite: SuiteScores | None) -> Cell:
     if suite is None:
         return Cell("–")
-    more = [] if suite.against_original is None else [points(suite.against_original)]
-    return Cell(format_score(suite.average), more=more)
+    compared = suite.against_original
+    return Cell(format_score(suite.average), "" if compared is None else points(compared))
 
 
 def _loss(results: Results, model: Model) -> Cell:
-    loss = last_loss(results, model)
-    if loss is None:
-        return Cell("0" if model.is_original else "–")
+    if (loss := last_loss(results, model)) is None:
+        return Cell("0" if model.name == ORIGINAL else "–")
     known = loss.low is not None and loss.high is not None
     ends = interval(loss.low or 0.0, loss.high or 0.0, 2) if known else "[too few]"
-    return Cell(signed(loss.mean, 2), more=[ends])
+    return Cell(signed(loss.mean, 2), ends)
 
 
 def score_table(results: Results) -> Table | None:
     """A row for each task and length of every suite, a column for each model; None without any."""
     tables = {model: results.tables(model) for model in results.models if results.tables(model)}
-    groups = []
+    groups: list[list[Row]] = []
     for suite in results.suites:
         scored = [_scores(suite, own[suite]) if suite in own else {} for own in tables.values()]
         places = dict.fromkeys(place for found in scored for place in found)
         for is_total in (False, True):
-            rows = [
+            groups.append([
                 [name, format_length(at) if at else "",
                  *(_score(found.get((name, at, is_total))) for found in scored)]
                 for name, at, total in places if total == is_total
-            ]  # fmt: skip
-            groups.append(Group(rows, is_total))
+            ])  # fmt: skip
     header = ["task", "context", *(model.label for model in tables)]
     return Table("", header, groups, text_columns=1) if groups else None
 
@@ -204,64 +203,59 @@ def _score(score: MeanScore | None) -> Cell:
     if score is None:
         return Cell(format_score(None))
     ends = f"{format_score(score.low)}–{format_score(score.high)}"
-    return Cell(format_score(score.score), more=[ends])
+    return Cell(format_score(score.score), ends)
 
 
 def length_table(results: Results) -> Table:
     """The KV cache of one request by its length, and the measured speed and memory if any."""
     efficiency = results.efficiency
     points = {(one.length, one.model): one for one in efficiency.points} if efficiency else {}
-    rows = []
+    rows: list[Row] = []
     for length in sorted({*results.lengths, results.main.config.max_positions or 0} - {0}):
         caches = results.main.caches(length)
-        row: list[str] = [format_length(length)]
+        row: list[str | Cell] = [format_length(length)]
         for size, of in zip(
             caches, (None, caches.original, None, caches.vllm_original), strict=True
         ):
-            more = [format_share(round(size / of, 3))] if size and of else []
-            row.append(Cell("–" if size is None else format_bytes(size), more=more))
+            share = format_share(round(size / of, 3)) if size and of else ""
+            row.append(Cell("–" if size is None else format_bytes(size), share))
         pair = [points.get((length, model)) for model in ("original", "hybrid")]
-        for field in ("prefill_tokens_per_second", "decode_tokens_per_second", "memory_peak_bytes"):
-            form = format_bytes if field.endswith("bytes") else format_count
+        for field, form in _MEASURED if points else ():
             texts = [
-                "–" if point is None else "out of memory" if point.out_of_memory
-                else form(getattr(point, field))
-                for point in pair
+                "–" if one is None else "out of memory" if one.out_of_memory
+                else form(getattr(one, field)) for one in pair
             ]  # fmt: skip
-            row += [" → ".join(texts) if any(pair) else "–"] if points else []
+            row.append(" → ".join(texts) if any(pair) else "–")
         rows.append(row)
     header = ["context", "KV cache in generate, original", "hybrid", "in vLLM, original", "hybrid"]
     title = ""
     if efficiency is not None:
         header += ["prefill, tokens/s", "decoding, tokens/s", "peak memory"]
         title = f"Speed and memory measured on {efficiency.machine}"
-    return Table(title, header, [Group(rows)], text_columns=0)
+    return Table(title, header, [rows])
 
 
 def provenance(config: StageConfig[ReportConfig], results: Results) -> str:
     """The resolved recipe, the text of the evaluation and the versions of packages, as YAML."""
-    versions: dict[str, str] = {}
-    for manifest in results.manifests.values():
-        for name, version in manifest.packages.items():
-            known = versions.setdefault(name, version)
-            if version not in known.split(", "):
-                versions[name] = f"{known}, {version}"
+    packages = {one for manifest in results.manifests.values() for one in manifest.packages.items()}
     facts = {
         "seed": config.seed,
         "model": config.model.model_dump(mode="json"),
         **{key: section.model_dump(mode="json") for key, section in config.upstream.items()},
         "text of the evaluation": results.main.scores.corpus or {},
-        "packages": versions,
+        "packages": [" ".join(one) for one in sorted(packages)],
     }
     return yaml.safe_dump(facts, sort_keys=False, allow_unicode=True).replace(f"{CHECKOUT}/", "")
 
 
 def _facts(manifest: Manifest) -> str:
-    facts = [format_seconds(manifest.seconds)]
-    if manifest.gpu_hours:
-        facts.append(f"{manifest.gpu_hours:,.2f} GPU hours on {manifest.gpus} GPUs")
-    facts.append(f"key {manifest.key[:12]}")
-    if manifest.git_commit:
-        changed = ", with local changes" if manifest.git_commit.endswith("+") else ""
-        facts.append(f"commit {manifest.git_commit[:12]}{changed}")
-    return ", ".join([*facts, *([manifest.created] if manifest.created else [])])
+    hours, commit = manifest.gpu_hours, manifest.git_commit or ""
+    changed = ", with local changes" if commit.endswith("+") else ""
+    facts = (
+        format_seconds(manifest.seconds),
+        f"{hours:,.2f} GPU hours on {manifest.gpus} GPUs" if hours else "",
+        f"key {manifest.key[:12]}",
+        f"commit {commit[:12]}{changed}" if commit else "",
+        manifest.created or "",
+    )
+    return ", ".join(filter(None, facts))

@@ -31,7 +31,7 @@ from stages.materialize.stage import MODEL, MaterializeSummary, read_model_confi
 from stages.measure.stage import Efficiency, Point
 from stages.published import Manifest
 from stages.search.stage import FRONT, HEAD_MASK, SearchSummary
-from stages.train.stage import TrainConfig, TrainingStep, checkpoint_tokens, read_metrics
+from stages.train.stage import TrainingStep, checkpoint_tokens, read_metrics
 
 # Suite, task, length.
 Place = tuple[str, str, int]
@@ -68,16 +68,12 @@ class Model(NamedTuple):
         return checkpoint_tokens(self.name) or 0
 
     @property
-    def is_original(self) -> bool:
-        return self.name == ORIGINAL
-
-    @property
     def is_hybrid(self) -> bool:
         return is_hybrid(self.name)
 
     @property
     def label(self) -> str:
-        if self.is_original:
+        if self.name == ORIGINAL:
             return f"Original of {self.branch}" if self.branch else "Original"
         if not self.is_hybrid:
             return self.name
@@ -120,10 +116,6 @@ class Branch:
         )
 
     @property
-    def mask(self) -> HeadMask:
-        return self.found.mask
-
-    @property
     def names(self) -> list[str]:
         """Names of evaluated models by their training."""
         names = [name for name, suites in self.scores.checkpoints.items() if suites]
@@ -132,7 +124,7 @@ class Branch:
 
     def caches(self, tokens: int) -> Caches:
         """The caches of one request of `tokens` tokens."""
-        kinds, summary, mask = self.config.kinds, self.materialized, self.mask
+        kinds, summary, mask = self.config.kinds, self.materialized, self.found.mask
         full = HeadMask.all_full(*mask.shape).layers
         bytes_per_head = summary.kv_cache_bytes_per_token_before // int(mask.is_full.size)
         itemsize = bytes_per_head // (2 * kinds.head_dim)
@@ -153,7 +145,6 @@ class Results:
     training: list[TrainingStep]
     manifests: Mapping[str, Manifest]
     efficiency: Efficiency | None
-    loss_in_words: str = ""  # `TrainConfig.loss_in_words`
 
     @property
     def main(self) -> Branch:
@@ -223,11 +214,10 @@ def sample_scores(
     return by_model
 
 
-def load_results(inputs: Mapping[str, Path], train: TrainConfig | None = None) -> Results:
+def load_results(inputs: Mapping[str, Path]) -> Results:
     """Read the published directories of stages in `inputs`; of a branch `<stage>@<branch>`.
 
-    `train` is the section of a training among them. Raises RunError or UserError, with the file,
-    if a stage's output is incomplete.
+    Raises RunError or UserError, with the file, if a stage's output is incomplete.
     """
     places: dict[str, dict[str, Path]] = {"": {}}
     owners: dict[Path, str] = {}  # the first name of a folder that branches share
@@ -240,7 +230,6 @@ def load_results(inputs: Mapping[str, Path], train: TrainConfig | None = None) -
         branches={branch: Branch.read(folders) for branch, folders in places.items()},
         training=read_metrics(main["train"]) if "train" in main else [],
         efficiency=Efficiency.read(main["measure"]) if "measure" in main else None,
-        loss_in_words=train.loss_in_words if train is not None else "",
         manifests={
             name: Manifest.read(folder)
             for folder, name in owners.items()

@@ -19,7 +19,6 @@ from stages.pages.charts import (
     Style,
     colour,
     curves,
-    layers,
     save,
     shape,
     styles,
@@ -77,7 +76,7 @@ def trace(summary: SearchSummary, mask: str, quantity: str) -> Picture | None:
     dots = dots.encode(x=x, y=y, color=colour(look), shape=shape(look))
     stairs = alt.Chart(values(best)).mark_line(interpolate="step-after", strokeWidth=1.5)
     stairs = stairs.encode(x=x, y=y, color=colour(look), detail="run:N")
-    chart = layers(dots, *([stairs] if best else []))
+    chart = alt.layer(dots, *([stairs] if best else [])).properties(height=300)
     name = "trace" if quantity == "score" else "trace-ll"
     numbers = [getattr(point, quantity) for point in points]
     text = f"{len(points)} evaluations, from {min(numbers):.4g} to {max(numbers):.4g}."
@@ -123,9 +122,7 @@ def front_picture(front: Front, chosen: int | None = None) -> Picture:
 
 
 def _row(point: TracePoint, quantity: str, series: str) -> dict[str, Any]:
-    value = getattr(point, quantity)
-    tip = f"{series}, evaluation {point.step:,}, {point.subproblem}: {value:.4g}"
-    return {"x": point.step, "y": value, "series": series, "tip": tip}
+    return {"x": point.step, "y": getattr(point, quantity), "series": series}
 
 
 def _best(points: list[TracePoint]) -> Iterator[dict[str, Any]]:

@@ -253,7 +253,7 @@ def test_points_are_medians_and_ratios_to_the_original() -> None:
     }  # fmt: skip
     assert points[2]["out_of_memory_reason"] == "no room"
     assert points[3]["over_original"] is None
-    assert [row for group in results_table(points).groups for row in group.rows] == [
+    assert [row for group in results_table(points).groups for row in group] == [
         ["10", "original", "", "5", "0.5", "9000.0", "100 B", "4 B", "0.2 B"],
         ["10", "0.5", "8 with 2 sinks", "20", "2", "1000.0", "50 B", "8 B", "0.4 B"],
         ["20", "original", "", "out of memory"],
