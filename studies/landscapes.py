@@ -3,9 +3,8 @@
     python -m studies.landscapes --units 48,320 --budgets 4,10
 
 A regret of 0 is the optimum, 1 the mean of random masks on budget. At the same kappa bosch may
-spend 2 kappa L evaluations, the searches of the whole mask kappa L, bosch_plus and learned gates
-kappa L / 10. Passes are full-forward equivalents, anchors included. `bosch` solves large
-sub-problems by (1+1), which costs less time here than NOMAD.
+spend 2 kappa L evaluations, bosch_plus kappa L / 10. Passes are full-forward equivalents, anchors
+included. `bosch` solves large sub-problems by (1+1), which costs less time here than NOMAD.
 
 A landscape stands in for a model: it has a score in steps of 1/64, a log-likelihood, and gradients
 of the gates, with different noise for each share of the examples. Most are sums over groups of
@@ -76,7 +75,7 @@ _SHAPES: dict[str, list[list[float]]] = {
     "anew": [],
 }
 NAMES = tuple(_SHAPES)
-METHODS = ("bosch_plus", "bosch", "one_plus_one", "learned_gates", "rand")
+METHODS = ("bosch_plus", "bosch", "rand")
 _BY_LAYER = ("layers", "by_layer")
 # By the bits a, b, c, d of a group's full units: 1 if a and b, or c and d, are full.
 _EITHER = [float(a & b | c & d) for d in (0, 1) for c in (0, 1) for b in (0, 1) for a in (0, 1)]

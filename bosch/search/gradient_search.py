@@ -35,7 +35,7 @@ from bosch.mask_files import Front, FrontPoint, HeldOut
 from bosch.masks import HeadMask
 from bosch.score.evaluation_log import Evaluation
 from bosch.search.allotment import Choices, Values, allotted, slots_of, spaced_slots
-from bosch.search.bosch import SearchResult, final_result, measure_anchors
+from bosch.search.bosch import SearchResult, final_result
 from bosch.search.evaluator import SHARES, Evaluator, SlotBudgets
 from bosch.search.loss import Anchors
 from bosch.search.settings import MIN_PLUS_BUDGET, SearchSettings, front_budget, plus_budget
@@ -75,18 +75,6 @@ def bosch_plus(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     result = final_result(evaluator, settings, search.mask(search.points[0].best.choices), anchors)
     _note_poor_mask(evaluator, 1 - result.mask.swa_ratio, result.evaluation.score)
     return result
-
-
-def learned_gates(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
-    """The mask of the largest learned gates, for which all passes but one are spent."""
-    anchors, _ = measure_anchors(evaluator, settings)
-    search = _of_one_budget(evaluator, settings, settings.seed)
-    if settings.head_granularity > 1:  # a gradient has formed the units
-        search.left -= search.gradient_cost
-    _check_passes(1 + search.gradient_cost, search.left, "one gradient and one mask")
-    gates = search.learn(100 * SHARES)
-    mask = search.mask(search.layout(gates, search.points[0].slots))
-    return final_result(evaluator, settings, mask, anchors)
 
 
 def front(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
@@ -139,11 +127,11 @@ def front_search(evaluator: Evaluator, settings: SearchSettings) -> GradientSear
     return search
 
 
-def _of_one_budget(evaluator: Evaluator, settings: SearchSettings, seed: int = 0) -> GradientSearch:
+def _of_one_budget(evaluator: Evaluator, settings: SearchSettings) -> GradientSearch:
     """A search among full units and the narrowest window; a slot is a full unit."""
     full_units = evaluator.shape[0] * evaluator.shape[1] - evaluator.budget
     passes = plus_budget(settings, evaluator.shape[0])
-    return GradientSearch(evaluator, passes, np.array([1.0, 0.0]), [full_units], seed)
+    return GradientSearch(evaluator, passes, np.array([1.0, 0.0]), [full_units])
 
 
 def _note_least_budget(evaluator: Evaluator, settings: SearchSettings) -> None:
@@ -237,12 +225,7 @@ class GradientSearch:
     """
 
     def __init__(
-        self,
-        evaluator: Evaluator,
-        passes: float,
-        costs: Values,
-        budgets: Sequence[int],
-        seed: int = 0,
+        self, evaluator: Evaluator, passes: float, costs: Values, budgets: Sequence[int]
     ) -> None:
         self.evaluator, self.shape, self.costs = evaluator, evaluator.shape, costs
         self.num_choices = len(costs)
@@ -259,7 +242,7 @@ class GradientSearch:
         self._means: dict[bytes, tuple[Values, int]] = {}
         self._measured: dict[bytes, Evaluation] = {}
         self._tried: set[tuple[int, bytes]] = set()
-        self._rng = np.random.default_rng(seed)
+        self._rng = np.random.default_rng(0)
 
     def mask(self, choices: Choices) -> HeadMask:
         """The mask of units with these choices: 0 full, k the k-th window from the widest."""
@@ -401,9 +384,9 @@ class GradientSearch:
         if self.gradient_cost > 0:
             count = min(count, int(_GATES_SHARE * (self.free + 1) / self.gradient_cost))
         is_large = any(self._full_units(point.slots) >= _MIN_FULL for point in self.points)
-        return self.learn(count) if count >= _MIN_GATES and is_large else None
+        return self._learn(count) if count >= _MIN_GATES and is_large else None
 
-    def learn(self, count: int) -> Values:
+    def _learn(self, count: int) -> Values:
         """Values of choices [L, U, C], learned by at most so many gradients at layouts drawn.
 
         Budgets and windows alternate, so that all budgets share the values. A layout is binary, so
@@ -411,7 +394,7 @@ class GradientSearch:
         """
         gates: Values = np.zeros((*self.shape, self.num_choices))
         budgets = [one.slots for one in self.points if self._full_units(one.slots) >= _MIN_FULL]
-        budgets = budgets[:_GATE_BUDGETS] or [self.points[0].slots]
+        budgets = budgets[:_GATE_BUDGETS]
         for step in range(count):
             if self.free < self.gradient_cost:
                 break

@@ -6,7 +6,6 @@ import time
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -23,15 +22,12 @@ from bosch.score.evaluation_log import (
     EvaluationLog,
     GateGradient,
 )
-from bosch.search import solvers
 from bosch.search.bosch import SearchResult
 from bosch.search.evaluator import Evaluator
 from bosch.search.methods import METHODS, MethodName
 from bosch.search.runs import find_mask, run_method
 from bosch.search.settings import SearchSettings
 from stages.search.stage import SearchConfig
-from studies.landscapes import RATIO, landscape
-from tests.hybrid_case import sliding_heads
 from tests.search_case import (
     CONTEXT,
     Additive,
@@ -132,18 +128,6 @@ def test_every_mask_is_on_budget_and_no_search_exceeds_its_bound(
         assert len(evaluator.trace) + evaluator.passes_of_gradients <= most
 
 
-@pytest.mark.parametrize(
-    ("name", "sliding"), [("one_gradient", [[0, 2]]), ("one_plus_one", [[2, 3]])]
-)
-def test_units_are_heads_of_similar_gradient_or_neighbours(
-    name: str, sliding: list[list[int]]
-) -> None:
-    scorer = RandomScores(1, 4, 0)
-    scorer.costs = np.array([[0.1, 0.45, 0.12, 0.33]])
-    _, result = search_with(name, scorer, SearchSettings(0.5, head_granularity=2))
-    assert sliding_heads(result.mask) == sliding
-
-
 @pytest.mark.parametrize("name", SELECTING)
 def test_a_granularity_without_a_mask_on_budget_is_refused(name: str) -> None:
     for ratio, granularity, sentence in (
@@ -167,10 +151,7 @@ def test_a_granularity_without_a_mask_on_budget_is_refused(name: str) -> None:
         ("b_layer", 0.5, 100, 2 + 2800),
         ("b_layer", 0.96, 100, 2 + 28),
         ("b_layer", 0.9, 100, 2 + 28 * 27 // 2 + 26 + (8 + 7 + 6 + 5 + 4 + 3)),
-        ("one_plus_one", 0.5, 100, 2 + 2800),
-        ("learned_gates", 0.5, 100, 2 + 280),
         ("front", 0.5, 100, 2 + 420),
-        ("one_gradient", 0.5, 100, 2 + 1 + 5),
         ("rand", 0.5, 100, 3),
         ("dcam", 0.5, 100, 3),
         ("bme", 0.5, 100, 3),
@@ -212,7 +193,6 @@ def test_a_setting_that_a_method_does_not_list_changes_nothing(name: str) -> Non
     [
         ("bosch", METHODS["bosch"].settings - {"strict"}),
         ("b_multi", {"max_group_variables"}),
-        ("one_plus_one", {"seed"}),
         ("rand", {"seed"}),
     ],
 )
@@ -244,14 +224,6 @@ def test_strict_changes_a_search_where_scores_tie() -> None:
         for strict in (False, True)
     )
     assert first.trace != second.trace
-
-
-def test_a_search_of_the_whole_mask_uses_its_own_solver(monkeypatch: pytest.MonkeyPatch) -> None:
-    solver = Mock(wraps=solvers.one_plus_one)
-    monkeypatch.setattr(solvers, "one_plus_one", solver)
-    options = SearchSettings(0.45, budget_per_layer=5)
-    search_with("one_plus_one", RandomScores(12, 5, 3), options)
-    solver.assert_called_once()
 
 
 def test_the_table_of_methods_agrees_with_names_and_settings() -> None:
@@ -298,8 +270,7 @@ _ANY_UNIT, _EASY_LAYERS = (4, 8, 2 / 3), (4, 6, 1 / 2)
 PLANTED = {
     "bosch": (1, [3, 1, 2, 0], 1 / 2),  # with five buckets, each layer alone
     "bosch_plus": _ANY_UNIT, "b_single": (1, 2, 2 / 3),
-    "b_multi": (2, 4, 2 / 3), "b_layer": _EASY_LAYERS, "one_plus_one": _ANY_UNIT,
-    "learned_gates": _ANY_UNIT, "one_gradient": _ANY_UNIT,
+    "b_multi": (2, 4, 2 / 3), "b_layer": _EASY_LAYERS,
 }  # fmt: skip
 
 
@@ -311,33 +282,6 @@ def test_a_search_finds_the_planted_mask(name: str, seed: int) -> None:
     options = SearchSettings(ratio, budget_per_layer=200, max_group_variables=6, seed=seed)
     _, result = search_with(name, scorer, options)
     assert (result.mask.is_full == scorer.cheapest(layers_at_once, sliding)).all()
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [("one_gradient", [(0, 1)]), ("learned_gates", [(n % 8, 8) for n in range(12)])],
-)
-def test_gradients_are_over_all_examples_or_over_shares_in_turn(
-    name: str, expected: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken, gate_gradient = [], Planted.gate_gradient
-
-    def taking(self: Planted, mask: HeadMask, *share: int) -> GateGradient:
-        taken.append(share)
-        return gate_gradient(self, mask, *share)
-
-    monkeypatch.setattr(Planted, "gate_gradient", taking)
-    search_with(name, Planted(0), SearchSettings(0.5, budget_per_layer=40))
-    assert taken[:12] == expected
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_learned_gates_find_pairs_that_gradients_at_the_corners_miss(seed: int) -> None:
-    """Both units of a pair are needed; only masks drawn with noise show the value of a pair."""
-    scorer = landscape("pairs", 48, seed)
-    options = SearchSettings(RATIO, budget_per_layer=40, seed=seed)
-    _, result = search_with("learned_gates", scorer, options)
-    assert scorer.regret(result.mask) < 0.1
 
 
 class Fixed:

@@ -11,7 +11,6 @@ from bosch.search.settings import SearchSettings
 
 _SOLVER = frozenset({"solver", "budget_per_layer", "alpha", "gamma", "strict", "seed"})
 _GROUPED = _SOLVER | {"max_group_variables"}
-_ONE_SOLVER = _SOLVER - {"solver"}
 
 
 def _sub_problem(settings: SearchSettings, layers: int, units: int, quota: int) -> int:
@@ -61,12 +60,6 @@ def _b_layer(settings: SearchSettings, num_layers: int, num_units: int) -> int:
     return ANCHORS + _sub_problem(settings, num_layers, num_layers, quota) + repair
 
 
-def _whole_mask(settings: SearchSettings, num_layers: int, num_units: int) -> int:
-    units = num_layers * num_units
-    quota = swa_budget(units, settings.swa_ratio)
-    return ANCHORS + _sub_problem(settings, num_layers, units, quota)
-
-
 register("bosch", Method(
     "BOSCH", "search", "bosch.search.bosch:bosch", "the published search, Algorithms 1 to 3",
     _GROUPED | {"buckets"}, _bosch,
@@ -82,8 +75,4 @@ register("b_multi", Method(
 register("b_layer", Method(
     "B-layer", "ablation", "bosch.search.ablations:b_layer",
     "Algorithm 1's own mask, by whole layers", _SOLVER, _b_layer,
-))  # fmt: skip
-register("one_plus_one", Method(
-    "(1+1)", "ablation", "bosch.search.rivals:one_plus_one",
-    "the (1+1) algorithm on the whole mask, without stages", _ONE_SOLVER, _whole_mask,
 ))  # fmt: skip
