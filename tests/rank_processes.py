@@ -153,8 +153,9 @@ def _run_pipeline(
         Popen=_ForkedProcess, TimeoutExpired=subprocess.TimeoutExpired
     )
     subprocess_handler.Popen = _ForkedProcess  # type: ignore[attr-defined]
-    # torchrun's rendezvous would take seconds to import all this.
+    # torchrun's rendezvous would take seconds to import all this; datasets' hashes ask it.
     inspect.getmodule = lambda *_: None  # type: ignore[assignment]
+    os.register_at_fork(after_in_child=lambda: setattr(inspect, "getmodule", _getmodule))
     _run(module, arguments, environment, output, errors)
 
 
@@ -173,7 +174,6 @@ class _ForkedProcess:
                     os.setsid()
                 os.environ.clear()
                 os.environ.update(env)
-                inspect.getmodule = _getmodule  # datasets' hashes ask it
                 sys.argv = [arg for arg in args[1:] if arg != "-u"]
                 runpy.run_path(sys.argv[0], run_name="__main__")
                 status = 0

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
+
 from bosch.errors import LostRankError, StoppedError
 from bosch.files import read_json, write_json
 from bosch.hardware import cpu_cores
@@ -32,32 +34,33 @@ PROCESS = (str(ROOT / "pipeline" / "__main__.py"), "--process")
 # Environment variable with the work directory, inherited by all children of a stage.
 _WORK_DIR_VARIABLE = "BOSCH_WORK_DIR"
 GRACE_SECONDS = 10.0
-_preloaded = False
 
 
-def preload(modules: Iterable[str], world: World, log_level: str) -> None:
-    """Import modules here: the processes of `launch` are then forks of this one and need not.
+def preload(modules: Iterable[str], world: World, log_level: str) -> bool:
+    """Import modules here, so that forks of this process need not; whether `launch` may fork.
 
-    On CPUs, importing torch and transformers takes longer than many a stage of a small model. Does
-    nothing with GPUs or several processes, on other systems than Linux, and in a process that has
-    torch already: its threads may run, and a fork would lack them.
+    On CPUs, importing torch and transformers takes longer than many a stage of a small model. Not
+    with GPUs or several processes, nor on other systems than Linux, nor if this process has
+    threads: a fork would lack them.
     """
-    global _preloaded
-    if world.size > 1 or world.gpus or sys.platform != "linux" or "torch" in sys.modules:
-        return
+    if world.size > 1 or world.gpus or sys.platform != "linux":
+        return False
+    if psutil.Process().num_threads() > 1:
+        return False
     os.environ.update(stage_environment(world, ""))
     log.silence_imports(log_level)
     for module in modules:
         with contextlib.suppress(ImportError):  # its stage will say so
             importlib.import_module(module)
-    _preloaded = True
+    return True
 
 
-def launch(order: Mapping[str, Any], world: World) -> dict[str, Any]:
+def launch(order: Mapping[str, Any], world: World, fork: bool = False) -> dict[str, Any]:
     """Run a stage in its own processes, so that its memory is freed when it ends.
 
-    A single process is started directly, several with torchrun. Raises UserError or RunError with
-    the stage's message, LostRankError if a process was lost, and StoppedError after a stop signal.
+    A single process is started directly, or as a fork of this one, several with torchrun. Raises
+    UserError or RunError with the stage's message, LostRankError if a process was lost, and
+    StoppedError after a stop signal.
     """
     with tempfile.TemporaryDirectory(prefix="bosch-") as folder:
         control = Path(folder)
@@ -68,7 +71,7 @@ def launch(order: Mapping[str, Any], world: World) -> dict[str, Any]:
             command = [*torchrun, f"--log-dir={control}", *command]
         env = stage_environment(world, str(order["work_dir"]))
         stopping, killed_before = False, killed_by_kernel() or 0
-        with run_child([sys.executable, *command], env, _preloaded and world.size == 1) as child:
+        with run_child([sys.executable, *command], env, fork) as child:
             try:
                 status = child.wait()
             except failures.Terminated:

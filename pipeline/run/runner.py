@@ -110,7 +110,8 @@ class Runner:
         self.hasher.save()  # so that `status` has them while the first stage runs
         if self.launcher is launch and len(todo) > 2:
             modules = (self._node(name).stage.function.partition(":")[0] for name in todo)
-            preload(modules, self.loaded.world, self.loaded.recipe.runtime.log_level)
+            if preload(modules, self.loaded.world, self.loaded.recipe.runtime.log_level):
+                self.launcher = functools.partial(launch, fork=True)
         ran = 0
         for name in self.chosen:
             state = states[name]

@@ -141,8 +141,8 @@ import json, os, pathlib, sys
 from pipeline.run.launch import launch, preload
 from stages.stage import World
 order = json.loads(pathlib.Path(sys.argv[1]).read_text())
-preload([order["function"].partition(":")[0]], World(), "info")
-print(os.getpid(), json.dumps(launch(order, World())))
+forks = preload([order["function"].partition(":")[0]], World(), "info")
+print(os.getpid(), json.dumps(launch(order, World(), forks)))
 """
 
 
