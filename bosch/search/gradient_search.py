@@ -384,9 +384,9 @@ class GradientSearch:
         if self.gradient_cost > 0:
             count = min(count, int(_GATES_SHARE * (self.free + 1) / self.gradient_cost))
         is_large = any(self._full_units(point.slots) >= _MIN_FULL for point in self.points)
-        return self._learn(count) if count >= _MIN_GATES and is_large else None
+        return self.learn(count) if count >= _MIN_GATES and is_large else None
 
-    def _learn(self, count: int) -> Values:
+    def learn(self, count: int) -> Values:
         """Values of choices [L, U, C], learned by at most so many gradients at layouts drawn.
 
         Budgets and windows alternate, so that all budgets share the values. A layout is binary, so
