@@ -153,7 +153,8 @@ def _run_pipeline(
         Popen=_ForkedProcess, TimeoutExpired=subprocess.TimeoutExpired
     )
     subprocess_handler.Popen = _ForkedProcess  # type: ignore[attr-defined]
-    # torchrun's rendezvous would take seconds to import all this; datasets' hashes ask it.
+    # torchrun's rendezvous would take seconds to import all this. A stage needs it, for the hashes
+    # of datasets.
     inspect.getmodule = lambda *_: None  # type: ignore[assignment]
     os.register_at_fork(after_in_child=lambda: setattr(inspect, "getmodule", _getmodule))
     _run(module, arguments, environment, output, errors)

@@ -50,7 +50,7 @@ def preload(modules: Iterable[str], world: World, log_level: str) -> bool:
     os.environ.update(stage_environment(world, ""))
     log.silence_imports(log_level)
     for module in modules:
-        with contextlib.suppress(ImportError):  # its stage will say so
+        with contextlib.suppress(Exception):  # its stage imports it again, and reports it
             importlib.import_module(module)
     return True
 
@@ -71,7 +71,9 @@ def launch(order: Mapping[str, Any], world: World, fork: bool = False) -> dict[s
             command = [*torchrun, f"--log-dir={control}", *command]
         env = stage_environment(world, str(order["work_dir"]))
         stopping, killed_before = False, killed_by_kernel() or 0
-        with run_child([sys.executable, *command], env, fork) as child:
+        # A branch may have more processes than the recipe, for which `preload` answered.
+        is_fork = fork and world.size == 1
+        with run_child([sys.executable, *command], env, is_fork) as child:
             try:
                 status = child.wait()
             except failures.Terminated:
@@ -148,7 +150,8 @@ class _Fork:
         return self._process.exitcode
 
     def send_signal(self, number: int, /) -> None:
-        os.kill(self._process.pid or 0, number)
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
 
     def kill(self) -> None:
         self._process.kill()
@@ -177,9 +180,9 @@ def run_child(command: list[str], env: Mapping[str, str], fork: bool = False) ->
 def end_leftovers(mark: str) -> int:
     """Kill leftover processes of a stage that has ended; returns their number.
 
-    A killed stage leaves its forked helpers (tokenising, data loading). They inherited `mark`, the
-    work directory, in a variable. Processes in other PID namespaces are ignored, since a container
-    may use the same path for another folder. Does nothing without /proc.
+    They inherited `mark`, the work directory, in a variable. Helpers that a stage has forked (to
+    tokenise or load data) die with it (`pipeline.run.worker`). Processes in other PID namespaces are
+    ignored, since a container may use the same path for another folder. Does nothing without /proc.
     """
     variable = f"{_WORK_DIR_VARIABLE}={mark}".encode()
     ended = 0

@@ -108,6 +108,7 @@ class Runner:
         resolved = self.loaded.recipe.model_dump(mode="json")
         write_json(self.store.root / self.name / "recipe.json", resolved)
         self.hasher.save()  # so that `status` has them while the first stage runs
+        # A first stage that needs no torch pays for the imports of those after it.
         if self.launcher is launch and len(todo) > 2:
             modules = (self._node(name).stage.function.partition(":")[0] for name in todo)
             if preload(modules, self.loaded.world, self.loaded.recipe.runtime.log_level):

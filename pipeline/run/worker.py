@@ -74,7 +74,7 @@ def main() -> NoReturn:
 
 def _run_order() -> int:
     die_with_runner()
-    # Helpers of a stage (tokenising, data loading) are forks of it.
+    # So do helpers that the stage forks (tokenising, data loading), if it is killed.
     os.register_at_fork(after_in_child=die_with_parent)
     log.show_any_character()
     for number in STOP_SIGNALS:

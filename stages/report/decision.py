@@ -126,8 +126,8 @@ def sentences(results: Results, margin: float) -> list[str]:
     ]
     gpu_hours = sum(manifest.gpu_hours for manifest in results.manifests.values())
     seconds = sum(manifest.seconds for manifest in results.manifests.values())
-    cost = f"{gpu_hours:,.2f} GPU hours"
-    cost = cost if gpu_hours else f"{format_seconds(seconds)} without a GPU"
+    on_cpu = f"{format_seconds(seconds)} without a GPU"
+    cost = f"{gpu_hours:,.2f} GPU hours" if gpu_hours else on_cpu
     return [
         verdict, *failed, *_over_branches(results), _cache(results), *_speed(results),
         f"The run took {cost}.",

@@ -136,6 +136,16 @@ def test_a_child_that_remains_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     assert child.poll() in (-signal.SIGKILL, -signal.SIGINT, 1)
 
 
+def test_a_stage_of_several_processes_is_not_a_fork(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a branch, in a run whose other stages are; the stand-in for torchrun reads no order."""
+    monkeypatch.setattr(launcher, "_Fork", None)
+    order = {"stage": "search", "work_dir": str(work), "status": 0}
+    with pytest.raises(RunError, match="its process ended with status 1"):
+        launch(order, World(processes_per_node=2), fork=True)
+
+
 _FORKING = """
 import json, os, pathlib, sys
 from pipeline.run.launch import launch, preload

@@ -28,6 +28,7 @@ from bosch.search.methods import METHODS, MethodName
 from bosch.search.runs import find_mask, run_method
 from bosch.search.settings import SearchSettings
 from stages.search.stage import SearchConfig
+from tests.hybrid_case import sliding_heads
 from tests.search_case import (
     CONTEXT,
     Additive,
@@ -126,6 +127,17 @@ def test_every_mask_is_on_budget_and_no_search_exceeds_its_bound(
     assert evaluator.costs()["evaluations"] <= len(evaluator.trace) <= most
     if METHODS[name].searches:  # including a gradient that forms the units, if any
         assert len(evaluator.trace) + evaluator.passes_of_gradients <= most
+
+
+@pytest.mark.parametrize(("name", "sliding"), [("bosch_plus", [[0, 2]]), ("bosch", [[2, 3]])])
+def test_units_are_heads_of_similar_gradient_or_neighbours(
+    name: str, sliding: list[list[int]]
+) -> None:
+    scorer = RandomScores(1, 4, 0)
+    scorer.costs = np.array([[0.1, 0.45, 0.12, 0.33]])
+    options = SearchSettings(0.5, head_granularity=2, budget_per_layer=100)
+    _, result = search_with(name, scorer, options)
+    assert sliding_heads(result.mask) == sliding
 
 
 @pytest.mark.parametrize("name", SELECTING)
@@ -282,6 +294,18 @@ def test_a_search_finds_the_planted_mask(name: str, seed: int) -> None:
     options = SearchSettings(ratio, budget_per_layer=200, max_group_variables=6, seed=seed)
     _, result = search_with(name, scorer, options)
     assert (result.mask.is_full == scorer.cheapest(layers_at_once, sliding)).all()
+
+
+def test_gradients_are_over_shares_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, gate_gradient = [], Planted.gate_gradient
+
+    def taking(self: Planted, mask: HeadMask, *share: int) -> GateGradient:
+        taken.append(share)
+        return gate_gradient(self, mask, *share)
+
+    monkeypatch.setattr(Planted, "gate_gradient", taking)
+    search_with("bosch_plus", Planted(0), SearchSettings(0.5, budget_per_layer=80))
+    assert len(taken) > 8 and taken == [(n % 8, 8) for n in range(len(taken))]
 
 
 class Fixed:
