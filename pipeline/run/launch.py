@@ -181,8 +181,9 @@ def end_leftovers(mark: str) -> int:
     """Kill leftover processes of a stage that has ended; returns their number.
 
     They inherited `mark`, the work directory, in a variable. Helpers that a stage has forked (to
-    tokenise or load data) die with it (`pipeline.run.worker`). Processes in other PID namespaces are
-    ignored, since a container may use the same path for another folder. Does nothing without /proc.
+    tokenise or load data) die with it (`pipeline.run.worker`). Processes in other PID namespaces
+    are ignored, since a container may use the same path for another folder. Does nothing without
+    /proc.
     """
     variable = f"{_WORK_DIR_VARIABLE}={mark}".encode()
     ended = 0
